@@ -193,30 +193,30 @@ def _device(
     for work in options.works if options.graph else []:
         if work.prompt:
             if work.concurrency == 1:
-                each = replace(cell, kind="prompt", path="eager chunks", shape=work.shape)
-                jobs.append((each, partial(_chunks, model, each, work, options.repeats)))
+                job_cell = replace(cell, kind="prompt", path="eager chunks", shape=work.shape)
+                jobs.append((job_cell, partial(_chunks, model, job_cell, work, options.repeats)))
         else:
-            each = replace(cell, kind="decode", path="graph", shape=work.shape)
-            jobs.append((each, partial(_graph, model, each, work, options.repeats)))
+            job_cell = replace(cell, kind="decode", path="graph", shape=work.shape)
+            jobs.append((job_cell, partial(_graph, model, job_cell, work, options.repeats)))
     for rows in options.phases:
-        each = replace(cell, kind="phase", path="all phases", shape={"rows": rows})
-        jobs.append((each, partial(phase_timing.time_phases, model, each, rows, max(options.depths))))
+        job_cell = replace(cell, kind="phase", path="all phases", shape={"rows": rows})
+        jobs.append((job_cell, partial(phase_timing.time_phases, model, job_cell, rows, max(options.depths))))
     for depth in options.depths if options.sustain else []:
         for c in options.concurrency:
             shape = {"seconds": options.sustain, "depth": depth, "concurrency": c}
-            each = replace(cell, kind="sustained decode", path="graph", shape=shape)
-            jobs.append((each, partial(_sustained, model, each, c, depth, options.sustain)))
+            job_cell = replace(cell, kind="sustained decode", path="graph", shape=shape)
+            jobs.append((job_cell, partial(_sustained, model, job_cell, c, depth, options.sustain)))
     results: list[Result] = []
-    for each, job in jobs:
+    for job_cell, job in jobs:
         if any(not c.ok for c in checks):
-            results.append(Result(each, checks=checks))
+            results.append(Result(job_cell, checks=checks))
             continue
-        progress(each.label)
+        progress(job_cell.label)
         try:
-            found = list(job())
+            measured = list(job())
         except Exception as e:
-            found = [failed_cell(each, e)]
-        results += [replace(r, checks=(*checks, *r.checks)) for r in found]
+            measured = [failed_cell(job_cell, e)]
+        results += [replace(r, checks=(*checks, *r.checks)) for r in measured]
         model.release_kv()
         torch.cuda.empty_cache()
     return results
@@ -245,8 +245,10 @@ def measure_http(options: BenchOptions, progress: Progress, log: RunLog | None) 
     works = workloads(played, options.prompts, options.tokens, vocab) if played.workload else []
     when = arrivals(played, options.concurrency)
     with serving(options.peer, options.setup, progress) as server:
-        known = server.startup_s is not None or options.model is not None  # which model it is, and so its tokenizer
-        client = HttpClient(server.url, tokenizer=load.tokenizer_of(name) if known else None)
+        model_known = (
+            server.startup_s is not None or options.model is not None
+        )  # which model it is, and so its tokenizer
+        client = HttpClient(server.url, tokenizer=load.tokenizer_of(name) if model_known else None)
         model = client.model if server.startup_s is None else name.shape_name
         preset = preset_served(options.gates, options.peer, options.setup)
         cell = Cell("", model, preset, options.gates.changes(), "http", engine=server.name)

@@ -38,8 +38,8 @@ def run_child(command: Sequence[str], **options: Any) -> int:
     and also when this process is killed: the keeper between them sees to that."""
     with tempfile.TemporaryDirectory(prefix="halfbyte-child-") as folder:
         status = Path(folder, "status")
-        words = [sys.executable, str(keeper.__file__), str(GRACE_S), str(status), *map(str, command)]
-        process = start_child(words, start_new_session=True, **options)
+        keeper_command = [sys.executable, str(keeper.__file__), str(GRACE_S), str(status), *map(str, command)]
+        process = start_child(keeper_command, start_new_session=True, **options)
         try:
             code = process.wait()
         except BaseException:

@@ -94,10 +94,12 @@ def judge(before: Figure, after: Figure, threshold: float = statistics.THRESHOLD
         return "no samples", "one value each, so nobody can tell a change from noise"
     if min(*before.values, *after.values) <= 0:
         return "no samples", "samples at or below 0 have no ratio"
-    found = statistics.compare(before.values, after.values, less_is_better=before.unit in LESS, threshold=threshold)
-    if before.unit in NEUTRAL and found.change in ("regression", "improvement"):
-        return "differs", found.sentence.replace(found.change, "differs", 1)
-    return found.change, found.sentence
+    comparison = statistics.compare(
+        before.values, after.values, less_is_better=before.unit in LESS, threshold=threshold
+    )
+    if before.unit in NEUTRAL and comparison.change in ("regression", "improvement"):
+        return "differs", comparison.sentence.replace(comparison.change, "differs", 1)
+    return comparison.change, comparison.sentence
 
 
 def key_of(cell: Cell) -> str:

@@ -106,8 +106,8 @@ def kernel_cache() -> dict[str, dict[str, Any]]:
     caches = {}
     for name, (folder, pattern) in folders.items():
         files = [p for p in folder.rglob(pattern) if p.is_file()] if folder.is_dir() else []
-        place = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
-        caches[name] = {"folder": place, "kernels": len(files), "bytes": sum(p.stat().st_size for p in files)}
+        location = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
+        caches[name] = {"folder": location, "kernels": len(files), "bytes": sum(p.stat().st_size for p in files)}
     return caches
 
 
@@ -158,13 +158,13 @@ def gpu_settings(index: int) -> dict[str, Any]:
         "persistence": lambda: bool(nvml.nvmlDeviceGetPersistenceMode(handle)),
         "ecc": lambda: bool(nvml.nvmlDeviceGetEccMode(handle)[0]),
     }
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in ask.items():
         try:
-            found[name] = value()
+            values[name] = value()
         except Exception:  # N/A on this board, or not allowed in this container
-            found[name] = None
-    return found
+            values[name] = None
+    return values
 
 
 def driver() -> dict[str, Any] | None:
@@ -193,9 +193,9 @@ def installed_hash() -> dict[str, Any]:
 
 
 def variables() -> dict[str, str]:
-    kept = {name: value for name, value in child_environment().items() if VARIABLES.match(name)}
+    selected = {name: value for name, value in child_environment().items() if VARIABLES.match(name)}
     home = str(Path.home())
-    return {name: value.replace(home, "~") for name, value in sorted(kept.items())}
+    return {name: value.replace(home, "~") for name, value in sorted(selected.items())}
 
 
 # ---- the host -------------------------------------------------------------------------------------------------------
@@ -204,15 +204,15 @@ def variables() -> dict[str, str]:
 def host() -> dict[str, Any]:
     """What decides how evenly a CPU runs: its governor, neighbours (steal, load), swap."""
     times = psutil.cpu_times()
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "load": [round(n, 2) for n in psutil.getloadavg()],
         "steal_share": round(getattr(times, "steal", 0.0) / max(1e-9, sum(times)), 5),
         "swap_used_bytes": psutil.swap_memory().used,
     }
     for name, file in HOST_FILES.items():
         path = Path(file)
-        found[name] = path.read_text(encoding="utf-8").strip() if path.is_file() else None
-    return found
+        facts[name] = path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    return facts
 
 
 def use() -> dict[str, Any]:
@@ -221,12 +221,12 @@ def use() -> dict[str, Any]:
     scale = 1 if sys.platform == "darwin" else 1024
     seconds = time.time() - psutil.Process().create_time()  # with the start of the interpreter, as its CPU time is
     cpu = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
-    found: dict[str, Any] = {
+    usage: dict[str, Any] = {
         "peak_memory_bytes": own.ru_maxrss * scale,
         "peak_memory_bytes_of_children": children.ru_maxrss * scale,
         "seconds": round(seconds, 1),
         "cores_busy": round(cpu / max(seconds, 1e-9), 2),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["peak_gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
-    return found
+        usage["peak_gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
+    return usage

@@ -75,17 +75,17 @@ def join(parts: list[KeptLogits]) -> KeptLogits:
     return KeptLogits(*(torch.cat([getattr(p, name) for p in parts]) for name in ("tokens", "best", "rest", "next")))
 
 
-def compare(kept: KeptLogits, logits: Tensor, following: Tensor) -> Divergence:
-    """The kept model against one whose logits for the same positions are here."""
+def compare(reference: KeptLogits, logits: Tensor, following: Tensor) -> Divergence:
+    """The reference model against one whose logits for the same positions are here."""
     log_q = torch.log_softmax(logits.float(), -1)
-    tokens, best, rest = (t.to(log_q.device) for t in (kept.tokens.long(), kept.best, kept.rest))
+    tokens, best, rest = (t.to(log_q.device) for t in (reference.tokens.long(), reference.best, reference.rest))
     other = log_q.gather(1, tokens)
     other_rest = _rest(log_q, tokens)
     terms = (best.double().exp() * (best.double() - other.double())).sum(-1)
     others = torch.where(rest.isinf(), 0.0, rest.double().exp() * (rest.double() - other_rest.double()))
     after = log_q.gather(1, following[:, None].to(log_q.device).long())[:, 0]
     same = (log_q.argmax(-1) == tokens[:, 0]).double()
-    return Divergence((terms + others).cpu(), same.cpu(), (kept.next.to(log_q.device) - after).double().cpu())
+    return Divergence((terms + others).cpu(), same.cpu(), (reference.next.to(log_q.device) - after).double().cpu())
 
 
 def _rest(log_p: Tensor, tokens: Tensor) -> Tensor:

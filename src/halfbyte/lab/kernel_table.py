@@ -84,7 +84,7 @@ class KernelTable:
         return asdict(self)
 
 
-def table_of(trace: Trace, what: str) -> KernelTable:
+def table_of(trace: Trace, title: str) -> KernelTable:
     device, note = trace.device, f"Composed: {trace.composed}" if trace.composed else ""
     if not device:
         if not any(trace.host.values()):
@@ -103,16 +103,16 @@ def table_of(trace: Trace, what: str) -> KernelTable:
         names[i.name] = names.get(i.name, 0.0) + us
         calls[category] = calls.get(category, 0) + 1
     busy, idle = sum(us for _, us in own), sum(b - a for a, b in gaps)
-    whole = busy + idle
+    total = busy + idle
     rows = []
     for category in CATEGORIES:
         if category in times:
             longest = sorted(times[category].items(), key=lambda pair: -pair[1])[:TOP]
             us = sum(times[category].values())
             named = tuple(f"{short(name)} {t:.0f} us" for name, t in longest)
-            rows.append(CategoryRow(category, us, us / whole if whole else 0.0, calls[category], named))
+            rows.append(CategoryRow(category, us, us / total if total else 0.0, calls[category], named))
     return KernelTable(
-        what, trace.source, "the whole trace", rows, busy, idle, sum(b - a > GAP_US for a, b in gaps),
+        title, trace.source, "the whole trace", rows, busy, idle, sum(b - a > GAP_US for a, b in gaps),
         max((b - a for a, b in gaps), default=0.0), host_threads(trace.host, gaps), note,
     )  # fmt: skip
 
@@ -128,11 +128,11 @@ def short(name: str) -> str:
 
 def outermost(calls: Iterable[Interval]) -> list[Interval]:
     """Calls that lie in no other one of their thread."""
-    found: list[Interval] = []
+    outer: list[Interval] = []
     for i in sorted(calls, key=lambda i: (i.start, -i.end)):
-        if not found or i.start >= found[-1].end:
-            found.append(i)
-    return found
+        if not outer or i.start >= outer[-1].end:
+            outer.append(i)
+    return outer
 
 
 def own_time(calls: Sequence[Interval]) -> list[Interval]:
@@ -161,14 +161,14 @@ def own_time(calls: Sequence[Interval]) -> list[Interval]:
 
 
 def host_threads(host: Mapping[str, Sequence[Interval]], gaps: Sequence[tuple[float, float]]) -> list[HostThread]:
-    found = []
+    threads = []
     for name, calls in host.items():
-        whole = outermost(calls)
+        outer = outermost(calls)
         waits = outermost(i for i in calls if WAITS.search(i.name))
-        busy, waiting = _sum(whole), _sum(waits)
-        working_in_gaps = _overlap(whole, gaps) - _overlap(waits, gaps)
-        found.append(HostThread(name, busy, waiting, max(0.0, working_in_gaps)))
-    return sorted(found, key=lambda t: -t.busy_us)
+        busy, waiting = _sum(outer), _sum(waits)
+        working_in_gaps = _overlap(outer, gaps) - _overlap(waits, gaps)
+        threads.append(HostThread(name, busy, waiting, max(0.0, working_in_gaps)))
+    return sorted(threads, key=lambda t: -t.busy_us)
 
 
 def _sum(calls: Iterable[Interval]) -> float:
@@ -190,24 +190,24 @@ def _overlap(calls: Sequence[Interval], gaps: Sequence[tuple[float, float]]) -> 
 # ---- sources --------------------------------------------------------------------------------------------------------
 
 
-def from_profile(detail: Mapping[str, Any], what: str = "", source: str = "halfbyte profile") -> KernelTable:
+def from_profile(detail: Mapping[str, Any], title: str = "", source: str = "halfbyte profile") -> KernelTable:
     """The table of a `Profile.as_dict()`: times of one step."""
     try:
         lines, step = detail["lines"], float(detail["busy_us"]) + float(detail["idle_us"])
-        found: dict[str, list[Mapping[str, Any]]] = {}
+        by_category: dict[str, list[Mapping[str, Any]]] = {}
         for line in lines:
-            found.setdefault(OURS.get(line["category"], "other"), []).append(line)
+            by_category.setdefault(OURS.get(line["category"], "other"), []).append(line)
         rows = [
             CategoryRow(
-                c, us := sum(float(line["us"]) for line in found[c]), us / step if step else 0.0,
-                sum(float(line["launches"]) for line in found[c]),
-                tuple(f"{line['label']} {line['us']:.0f} us" for line in found[c]),
+                c, us := sum(float(line["us"]) for line in by_category[c]), us / step if step else 0.0,
+                sum(float(line["launches"]) for line in by_category[c]),
+                tuple(f"{line['label']} {line['us']:.0f} us" for line in by_category[c]),
             )
-            for c in CATEGORIES if c in found
+            for c in CATEGORIES if c in by_category
         ]  # fmt: skip
         threads = [HostThread(f"queueing a step, {k}", float(v), 0.0, 0.0) for k, v in detail["host_us"].items()]
         return KernelTable(
-            what or str(detail["what"]), source, "a step", rows, float(detail["busy_us"]), float(detail["idle_us"]),
+            title or str(detail["what"]), source, "a step", rows, float(detail["busy_us"]), float(detail["idle_us"]),
             float(detail["gaps"]), float(detail["longest_gap_us"]), threads, str(detail["how"]),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as e:

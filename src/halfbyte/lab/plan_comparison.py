@@ -262,8 +262,8 @@ def judge_cache(verdict: Verdict, model: GptOss, other: GptOss, step: Step, boun
     for layer, kind in enumerate(model.config.layer_kinds):
         index = model.config.kind_index(layer)
         for part, name in ((0, "keys"), (1, "values")):
-            mine, theirs = (rows_of(m.kv_pool(), index, part, kind, step) for m in (model, other))
-            verdict.compare(f"cached {name} of layer {layer + 1}", mine, theirs, bound * (layer + 1))
+            mine, other_rows = (rows_of(m.kv_pool(), index, part, kind, step) for m in (model, other))
+            verdict.compare(f"cached {name} of layer {layer + 1}", mine, other_rows, bound * (layer + 1))
         page, slot = cells_of(model, kind, step)
         for pool in pools:
             pool[page, index, :, :, slot] = 0

@@ -111,9 +111,9 @@ class Rehearsal:
 
     def fixed(self, pace: float) -> float:
         """Between two paces on a line over their inverse; beyond them as at the nearest."""
-        known = sorted((1 / p, fixed) for p, _, fixed in self.times)
-        at = min(max(1 / pace, known[0][0]), known[-1][0])
-        (x, low), (y, high) = next((a, b) for a, b in itertools.pairwise(known) if at <= b[0])
+        points = sorted((1 / p, fixed) for p, _, fixed in self.times)
+        at = min(max(1 / pace, points[0][0]), points[-1][0])
+        (x, low), (y, high) = next((a, b) for a, b in itertools.pairwise(points) if at <= b[0])
         return low + (high - low) * (at - x) / (y - x)
 
 
@@ -199,7 +199,7 @@ def rehearsal(receipts: Sequence[Receipt], gpu: Gpu, model: str, formats: str, c
     """The newest one of exactly this at two paces or more, current before stale; every result must have been right."""
     config = NAMED[model]
     bytes_ = decode_traffic(config, formats_of(formats), context).total
-    known: dict[tuple[bool, str, str], Rehearsal] = {}
+    rehearsals: dict[tuple[bool, str, str], Rehearsal] = {}
     for r in receipts:
         mine = [
             result
@@ -221,10 +221,10 @@ def rehearsal(receipts: Sequence[Receipt], gpu: Gpu, model: str, formats: str, c
             pace, part = shape["read"] * shape["share"], shape["blocks"] / shape["blocks_of"]
             times.append((pace, us, (us - bytes_ / (pace * part) * 1e6) / config.layers))
         shape = paced[0].cell.shape
-        known[(r.state == "current", r.date, r.name)] = Rehearsal(
+        rehearsals[(r.state == "current", r.date, r.name)] = Rehearsal(
             r.name, r.state, r.gpu, int(shape["blocks"]), gpu.multiprocessors, int(shape["slots"]), tuple(times)
         )
-    return known[max(known)] if known else None
+    return rehearsals[max(rehearsals)] if rehearsals else None
 
 
 @dataclass(frozen=True)

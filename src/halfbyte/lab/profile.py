@@ -102,7 +102,7 @@ class Profile:
 
 
 def summarise(
-    what: str,
+    title: str,
     rows: int,
     spans: Sequence[Span],
     steps: int,
@@ -118,14 +118,14 @@ def summarise(
     own, gaps = own_times(spans)
     for span, us in own:
         parts = (within or {}).get(span.row, {span.row: 1.0})
-        whole = sum(parts.values())
+        weights = sum(parts.values())
         for row, weight in parts.items():
-            times[row] = times.get(row, 0.0) + us * weight / whole / steps
-            counts[row] = counts.get(row, 0.0) + weight / whole / steps
+            times[row] = times.get(row, 0.0) + us * weight / weights / steps
+            counts[row] = counts.get(row, 0.0) + weight / weights / steps
     divided = {row for parts in (within or {}).values() for row in parts}
     _gather(times, counts)
     _join(times, counts, divided, work, gpu)
-    _check(what, times, work, gpu)
+    _check(title, times, work, gpu)
     waits = [b - a for a, b in gaps]
     busy, idle = sum(us for _, us in own) / steps, sum(waits) / steps
     total = busy + idle
@@ -141,7 +141,7 @@ def summarise(
             )  # fmt: skip
         lines.append(line)
     gap_count, longest = sum(w > GAP_US for w in waits) / steps, max(waits, default=0.0)
-    return Profile(what, rows, step_us, how, lines, len(spans) / steps, busy, idle, gap_count, longest)
+    return Profile(title, rows, step_us, how, lines, len(spans) / steps, busy, idle, gap_count, longest)
 
 
 def _gather(times: dict[Row, float], counts: dict[Row, float]) -> None:
@@ -178,7 +178,7 @@ def _join(
         divided.add(both)
 
 
-def _check(what: str, times: Mapping[Row, float], work: Mapping[str, Work], gpu: Gpu) -> None:
+def _check(title: str, times: Mapping[Row, float], work: Mapping[str, Work], gpu: Gpu) -> None:
     """The account is sound: no operation stands in two rows, and no row is faster than the machine."""
     owners: dict[str, Row] = {}
     for row in times:
@@ -186,14 +186,14 @@ def _check(what: str, times: Mapping[Row, float], work: Mapping[str, Work], gpu:
             other = owners.setdefault(op, row)
             if other != row:
                 raise AccountError(
-                    f"{what}: {op} is on the account of two rows, {other.label} and {row.label}; each launch must say "
+                    f"{title}: {op} is on the account of two rows, {other.label} and {row.label}; each launch must say "
                     f"whose work it does."
                 )
     for row, us in times.items():
         least = _floor(row, work).seconds(gpu) * 1e6
         if us > 0 and least > us:
             raise AccountError(
-                f"{what}: {row.label} took {us:.1f} us, and its operations ({', '.join(row.operations)}) take "
+                f"{title}: {row.label} took {us:.1f} us, and its operations ({', '.join(row.operations)}) take "
                 f"{least:.1f} us at least on {gpu.name}, so it would be at {least / us:.0%} of its ceiling: their work "
                 f"was done elsewhere."
             )
@@ -242,9 +242,9 @@ def decide(p: Profile, differences: Sequence[str]) -> list[Decision]:
     text = f"the device idles {idle:.0%} of the time in {p.gaps:.0f} gaps a step (rule: > 10%): {then}."
     verdicts.append(Decision("idle > 10%", idle > 0.1, text))
     verdicts.append(_as_planned(differences))
-    known = [line for line in p.lines if line.of_ceiling is not None]
-    if known:
-        worst = max(known, key=lambda line: line.us * (1 - min(1.0, line.of_ceiling or 0.0)))
+    bounded = [line for line in p.lines if line.of_ceiling is not None]
+    if bounded:
+        worst = max(bounded, key=lambda line: line.us * (1 - min(1.0, line.of_ceiling or 0.0)))
         lost = worst.us * (1 - min(1.0, worst.of_ceiling or 0.0))
         text = (
             f"most is to be won in {worst.label}: {worst.us:.0f} us at {worst.of_ceiling:.0%} of its ceiling, "

@@ -87,8 +87,8 @@ def measured(phases: Iterable[Phase | str]) -> dict[str, str]:
     by_name = {p.name: p for p in all_phases()}
     starts = []
     for phase in phases:
-        each = by_name[phase] if isinstance(phase, str) else phase
-        starts.append(PACKAGE.joinpath(*type(each).__module__.split(".")[1:]).with_suffix(".py"))
+        phase_object = by_name[phase] if isinstance(phase, str) else phase
+        starts.append(PACKAGE.joinpath(*type(phase_object).__module__.split(".")[1:]).with_suffix(".py"))
     return hashes(sources_of(starts))
 
 
@@ -96,7 +96,7 @@ def served(model: str | None, gates: Iterable[Gates], device: str | None = None)
     """File -> hash, for everything behind a server's answers: itself, its engine, and the phases of each plan here."""
     name, arch = load.resolve_model(model), arch_of(load.resolve_device(device))
     facts = load.read_facts(name)
-    plans = [choose(facts.config, each, arch, facts.formats).chosen for each in gates]
+    plans = [choose(facts.config, plan_gates, arch, facts.formats).chosen for plan_gates in gates]
     starts = [PACKAGE / "server" / "app.py", PACKAGE / "engine" / "build.py"]
     phases = {phase.name for plan in plans for chosen in plan.values() for phase in chosen}
     return hashes(sources_of(starts, ("server", "engine"))) | measured(phases)
@@ -129,8 +129,8 @@ def result_file(
     """These results with this machine's record; `command` is what was typed after the tool's name, files by their names
     alone: where they lay is nobody's business."""
     typed = sys.argv[1:] if command is None else command
-    words = (Path(word).name if Path(word).is_absolute() else word for word in typed)
-    return ResultFile(tool, tuple(words), environment.collect(), dict(measured), tuple(results))
+    arguments = (Path(word).name if Path(word).is_absolute() else word for word in typed)
+    return ResultFile(tool, tuple(arguments), environment.collect(), dict(measured), tuple(results))
 
 
 # ---- which are stale ------------------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ class Cell:
     def label(self) -> str:
         """llama-bench's words where they fit: `pp2048 @ d512, c=8`."""
         shape = dict(self.shape)
-        words = [f"{n}{shape.pop(n)}" for n in ("pp", "tg") if n in shape]
-        text = " + ".join(words) or self.kind
+        lengths = [f"{n}{shape.pop(n)}" for n in ("pp", "tg") if n in shape]
+        text = " + ".join(lengths) or self.kind
         depth = shape.pop("depth", 0)
         text += f" @ d{depth}" if depth else ""
         concurrency = shape.pop("concurrency", 1)

@@ -72,17 +72,17 @@ def serving(engine: str, setup: Setup, progress: Progress) -> Iterator[Served]:
 def with_path(results: Sequence[Result], served: Served) -> list[Result]:
     """With the kernels that ran; INVALID where they are not the ones that were chosen."""
     extra = {} if served.startup_s is None else {"startup_s": served.startup_s, "version": served.version}
-    found = [replace(r, detail={**r.detail, **extra}) for r in results]
+    detailed = [replace(r, detail={**r.detail, **extra}) for r in results]
     if served.record is None:
-        return found
+        return detailed
     differences = [str(d) for d in served.record.get("differences", ())]
     ran = Check("the chosen kernels ran", not differences, note="; ".join(differences)[:400])
-    kept = []
-    for r in found:
+    judged = []
+    for r in detailed:
         if not ran.ok:
             r = r.invalidated(f"another kernel ran than the chosen one: {ran.note}")
-        kept.append(replace(r, checks=(*r.checks, ran), record=served.record.get("record")))
-    return kept
+        judged.append(replace(r, checks=(*r.checks, ran), record=served.record.get("record")))
+    return judged
 
 
 # ---- beside the engine in this process ------------------------------------------------------------------------------
@@ -143,14 +143,14 @@ def measure_workloads(
             fresh = workload.after(seen)
             seen += sessions_of(arrival)
             shape = {"workload": workload.name, **workload.shape, **arrival.shape}
-            each = replace(cell, kind="serving", shape=shape)
-            key = each.label
-            if log is not None and (told := log.result(key)) is not None:
-                results.append(read_result(told))
+            work_cell = replace(cell, kind="serving", shape=shape)
+            key = work_cell.label
+            if log is not None and (earlier := log.result(key)) is not None:
+                results.append(read_result(earlier))
                 continue
-            progress(f"{each.label} over HTTP")
-            play = partial(measure_traffic, client, fresh, arrival, each, limits)
-            result = measure_cell(each, play)
+            progress(f"{work_cell.label} over HTTP")
+            play = partial(measure_traffic, client, fresh, arrival, work_cell, limits)
+            result = measure_cell(work_cell, play)
             results.append(replace(result, detail={**result.detail, "seed": traffic.seed}))
             if log is not None:
                 log.keep(key, results[-1])

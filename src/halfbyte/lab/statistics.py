@@ -43,12 +43,12 @@ class Estimate:
         return not self.low <= number <= self.high
 
 
-def _checked(samples: Sequence[float], what: str = "samples") -> np.ndarray:
+def _checked(samples: Sequence[float], name: str = "samples") -> np.ndarray:
     values = np.asarray(samples, dtype=float)
     if values.ndim != 1 or not len(values):
-        raise UsageError(f"there are no {what} to judge.")
+        raise UsageError(f"there are no {name} to judge.")
     if not np.isfinite(values).all():
-        raise UsageError(f"the {what} hold {values[~np.isfinite(values)][0]}, which is no number.")
+        raise UsageError(f"the {name} hold {values[~np.isfinite(values)][0]}, which is no number.")
     return values
 
 
@@ -101,8 +101,8 @@ def ratio(
     if paired:
         if len(a) != len(b):
             raise UsageError(f"{len(a)} and {len(b)} samples are no pairs.")
-        each = a / b
-        return _ends(float(np.median(each)), _medians(each, generator), len(each), level)
+        factor = a / b
+        return _ends(float(np.median(factor)), _medians(factor, generator), len(factor), level)
     value = float(np.median(a) / np.median(b))
     return _ends(value, _medians(a, generator) / _medians(b, generator), min(len(a), len(b)), level)
 
@@ -134,22 +134,22 @@ def compare(
 ) -> ChangeVerdict:
     """A regression is an estimate more than `threshold` worse whose interval excludes no change; likewise better. No
     difference is an interval within the threshold on both sides; a wider one is inconclusive."""
-    found = ratio(after, before, paired=paired, seed=seed)
-    worse = found.value - 1 if less_is_better else 1 - found.value
+    estimate = ratio(after, before, paired=paired, seed=seed)
+    worse = estimate.value - 1 if less_is_better else 1 - estimate.value
     change: Change = "no difference"
-    if found.samples < LEAST:
+    if estimate.samples < LEAST:
         change = "too few runs"
-    elif abs(worse) > threshold and found.excludes(1.0):
+    elif abs(worse) > threshold and estimate.excludes(1.0):
         change = "regression" if worse > 0 else "improvement"
-    elif not 1 - threshold <= found.low <= found.high <= 1 + threshold:
+    elif not 1 - threshold <= estimate.low <= estimate.high <= 1 + threshold:
         change = "inconclusive"
-    small = change == "no difference" and found.excludes(1.0)  # that word would contradict the interval
-    interval_text = f"{found.level:.0%} interval {found.low - 1:+.1%} to {found.high - 1:+.1%}"
+    small = change == "no difference" and estimate.excludes(1.0)  # that word would contradict the interval
+    interval_text = f"{estimate.level:.0%} interval {estimate.low - 1:+.1%} to {estimate.high - 1:+.1%}"
     label = f"less than {threshold:.0%}" if small else change
-    text = f"{label}: {found.value - 1:+.1%} ({interval_text}, {found.samples} runs each)"
+    text = f"{label}: {estimate.value - 1:+.1%} ({interval_text}, {estimate.samples} runs each)"
     if change == "too few runs":
         text += f"; {LEAST} are the least that can tell"
-    return ChangeVerdict(change, found, worse, text)
+    return ChangeVerdict(change, estimate, worse, text)
 
 
 # ---- where a warm-up ends -------------------------------------------------------------------------------------------

@@ -74,11 +74,11 @@ class Store:
 
     def index(self) -> list[Entry]:
         """An entry for every file, oldest first; what the index file lacks is read, and nothing is written."""
-        known = self._indexed()
+        indexed = self._indexed()
         entries = []
         for path in self._files():
             data = path.read_bytes()
-            entry = known.get(path.stem)
+            entry = indexed.get(path.stem)
             if entry is None or entry.hash != hashlib.sha256(data).hexdigest()[:12]:
                 entry = entry_of(path.stem, data)
             entries.append(entry)
@@ -90,14 +90,14 @@ class Store:
         return sorted(self.folder.glob("*.json"))
 
     def _indexed(self) -> dict[str, Entry]:
-        path, known = self.folder / INDEX, {}
+        path, entries = self.folder / INDEX, {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
             with contextlib.suppress(ValueError, TypeError):  # a line that is damaged: its file is read again
                 raw: dict[str, Any] = json.loads(line)
                 lists = {k: tuple(raw[k]) for k in ("models", "engines")}
                 entry = Entry(**(raw | lists))
-                known[entry.name] = entry
-        return known
+                entries[entry.name] = entry
+        return entries
 
     def index_text(self) -> str:
         return "".join(json.dumps(asdict(entry)) + "\n" for entry in self.index())
@@ -146,9 +146,11 @@ class Store:
         names = [e.name for e in entries]
         fits = [n for n in names if n == name] or [n for n in names if n.startswith(name)]
         if len(fits) != 1:
-            known = ", ".join(fits or names[-8:]) or "nothing"
-            what = "several results begin with" if fits else "there is no file and no result"
-            raise UsageError(f"{what} {name}; {self.folder} has {known}{'' if fits or len(names) <= 8 else ', …'}.")
+            names_here = ", ".join(fits or names[-8:]) or "nothing"
+            problem = "several results begin with" if fits else "there is no file and no result"
+            raise UsageError(
+                f"{problem} {name}; {self.folder} has {names_here}{'' if fits or len(names) <= 8 else ', …'}."
+            )
         return self.folder / f"{fits[0]}.json"
 
     def read(self, name: str) -> ResultFile:

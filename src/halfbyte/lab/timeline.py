@@ -52,9 +52,9 @@ def decode_profile(model: GptOss, tokens: int, depth: int, batch: int) -> Profil
         model.config, model.spec.formats, batch, depth + 1, kv_dtype=model.spec.kv_dtype,
         experts_touched=None if touched is None else touched[0],
     )  # fmt: skip
-    what = f"decode, {batch} row{'s' if batch > 1 else ''} at {depth}"
+    title = f"decode, {batch} row{'s' if batch > 1 else ''} at {depth}"
     run = _decode_on_gpu if model.device.type == "cuda" else _decode_on_cpu
-    profile = run(model, step, cache, tokens, what, work)
+    profile = run(model, step, cache, tokens, title, work)
     if touched is not None:
         profile.notes.append(f"{touched[0]:.1f} distinct experts a layer, counted ({touched[1]})")
     regime = model.plan.regime(step)
@@ -67,10 +67,10 @@ def prefill_profile(model: GptOss, n: int, runs: int = 3) -> Profile:
     work = step_work(model.config, model.spec.formats, 1, n, new=n, logits=1, kv_dtype=model.spec.kv_dtype)
     steps = [prefill_step(model, cache, random_tokens(model, n, i), 0) for i in range(runs + 1)]
     gpu = device_roof(model.device, model.weights.nbytes)
-    what = f"prompt of {n}"
+    title = f"prompt of {n}"
     if model.device.type == "cpu":
-        spans, whole = _clocked(model, steps[0], lambda i: steps[1 + i % runs], runs)
-        profile = summarise(what, n, spans, runs, whole, work, gpu, "a clock around every phase")
+        spans, step_us = _clocked(model, steps[0], lambda i: steps[1 + i % runs], runs)
+        profile = summarise(title, n, spans, runs, step_us, work, gpu, "a clock around every phase")
     else:
 
         def run(i: int) -> None:
@@ -80,7 +80,7 @@ def prefill_profile(model: GptOss, n: int, runs: int = 3) -> Profile:
         host = _host_us(run, runs)
         step_us = _step_us(run, runs)
         spans = match(order, device_kernels(run, runs), runs)
-        profile = summarise(what, n, spans, runs, step_us, work, gpu, "the driver's timeline, queued eagerly")
+        profile = summarise(title, n, spans, runs, step_us, work, gpu, "the driver's timeline, queued eagerly")
         profile.host_us["eager"] = host
     regime = model.plan.regime(steps[0])
     profile.phases = {regime: list(dict.fromkeys(b.phase.name for b in model.plan.bound[regime]))}
@@ -90,10 +90,10 @@ def prefill_profile(model: GptOss, n: int, runs: int = 3) -> Profile:
 # ---- CPU ------------------------------------------------------------------------------------------------------------
 
 
-def _decode_on_cpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: str, work: dict[str, Work]) -> Profile:
-    spans, whole = _clocked(model, step, lambda i: decode_step(model, cache, int(step.positions[0]), i + 2), tokens)
+def _decode_on_cpu(model: GptOss, step: Step, cache: Cache, tokens: int, title: str, work: dict[str, Work]) -> Profile:
+    spans, step_us = _clocked(model, step, lambda i: decode_step(model, cache, int(step.positions[0]), i + 2), tokens)
     gpu = device_roof(model.device, model.weights.nbytes)
-    return summarise(what, step.rows, spans, tokens, whole, work, gpu, "a clock around every phase")
+    return summarise(title, step.rows, spans, tokens, step_us, work, gpu, "a clock around every phase")
 
 
 def _clocked(model: GptOss, warm: Step, step_of: Callable[[int], Step], count: int) -> tuple[list[Span], float]:
@@ -103,7 +103,7 @@ def _clocked(model: GptOss, warm: Step, step_of: Callable[[int], Step], count: i
     start = time.perf_counter()
     for step in steps:
         greedy(model.forward(step))
-    whole = (time.perf_counter() - start) * 1e6 / count
+    step_us = (time.perf_counter() - start) * 1e6 / count
     spans: list[Span] = []
 
     def note(row: Row, name: str, began: float) -> float:
@@ -118,13 +118,13 @@ def _clocked(model: GptOss, warm: Step, step_of: Callable[[int], Step], count: i
             now = note(Row.of(b.part), b.phase.name, now)
         greedy(acts.logits)
         note(Row.of(SAMPLING), "greedy", now)
-    return spans, whole
+    return spans, step_us
 
 
 # ---- GPU ------------------------------------------------------------------------------------------------------------
 
 
-def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: str, work: dict[str, Work]) -> Profile:
+def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, title: str, work: dict[str, Work]) -> Profile:
     context = int(step.positions[0])
     whole_step = model.plan.bound[model.plan.regime(step)][0].phase.covers == OPERATIONS
     graph = DecodeGraph(model, step.rows, cache.blocks, feed_back=True)
@@ -134,7 +134,7 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: s
 
     order = launch_order(graph.run)
 
-    def place() -> None:
+    def rewind() -> None:
         graph.step.tokens.copy_(random_tokens(model, step.rows, 3))
         graph.step.positions.fill_(context)
         graph.step.kv_lens.fill_(context + 1)
@@ -142,11 +142,11 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: s
     def run(_: int) -> None:
         graph.replay()
 
-    place()
+    rewind()
     host = _host_us(run, tokens)
-    place()
+    rewind()
     step_us = device_us(graph.replay, tokens)
-    place()
+    rewind()
     spans = match(order, device_kernels(run, tokens), tokens)
     assert bool(torch.isfinite(graph.logits).all()), "the logits are not numbers"
     within, notes = None, []
@@ -161,7 +161,7 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: s
             "the kernel streams weights ahead, so a row whose weights came in its neighbour's time is one with it",
         ]
     profile = summarise(
-        what, step.rows, spans, tokens, step_us, work, device_roof(model.device, model.weights.nbytes), how, within
+        title, step.rows, spans, tokens, step_us, work, device_roof(model.device, model.weights.nbytes), how, within
     )
     profile.notes += notes
     profile.host_us["graph"] = host

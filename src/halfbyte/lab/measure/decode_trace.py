@@ -80,8 +80,8 @@ def _over(rows: Tensor, f: Callable[[list[float]], float]) -> Tensor:
     """f over the blocks that have a value."""
     columns = []
     for column in rows.T:
-        known = [float(v) for v in column if v == v]
-        columns.append(f(known) if known else float("nan"))
+        values = [float(v) for v in column if v == v]
+        columns.append(f(values) if values else float("nan"))
     return torch.tensor(columns, dtype=torch.float64)
 
 
@@ -106,8 +106,8 @@ def shares(digested: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, float]
         marks = digested["layers"][kind]
 
         def last(*names: str, marks: dict[str, Any] = marks) -> float:
-            known = [marks[n][2] for n in names if marks[n][2] == marks[n][2]]
-            return float(max(known))
+            ends = [marks[n][2] for n in names if marks[n][2] == marks[n][2]]
+            return float(max(ends))
 
         at, cuts = 0.0, {
             "qkv + rope/KV": last("qkv done"),

@@ -81,11 +81,11 @@ def decode_step(model: GptOss, cache: Cache, context: int, seed: int) -> Step:
     def ints(value: int) -> Tensor:
         return torch.full((rows,), value, dtype=torch.int32, device=model.device)
 
-    each = torch.arange(rows + 1, dtype=torch.int32, device=model.device)
+    rows_from = torch.arange(rows + 1, dtype=torch.int32, device=model.device)
     return Step(
-        tokens=random_tokens(model, rows, seed).to(model.device), positions=ints(context), query_start=each,
-        kv_lens=ints(context + 1), row_sequence=each[:rows].clone(), block_tables=cache.tables,
-        logit_rows=each[:rows].clone(), max_kv_len=cache.blocks * model.spec.page_size,
+        tokens=random_tokens(model, rows, seed).to(model.device), positions=ints(context), query_start=rows_from,
+        kv_lens=ints(context + 1), row_sequence=rows_from[:rows].clone(), block_tables=cache.tables,
+        logit_rows=rows_from[:rows].clone(), max_kv_len=cache.blocks * model.spec.page_size,
     )  # fmt: skip
 
 
@@ -117,8 +117,8 @@ def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
         bound = model.plan.bound[regime]
         if bound[0].phase.taps:
             with uncounted():
-                each = choices_of(model, step)
-            return statistics.fmean(len(torch.unique(layer)) for layer in each), f"router of {regime}"
+                choices = choices_of(model, step)
+            return statistics.fmean(len(torch.unique(layer)) for layer in choices), f"router of {regime}"
         if bound[0].phase.covers == OPERATIONS:
             continue
         with uncounted():  # maybe of another regime: no part of what is timed

@@ -34,14 +34,14 @@ def measure_eager(
     """One sequence, one step at a time, the host waiting for each: the plan's speed, not a user's."""
     results = []
     for work in works:
-        each = replace(cell, kind="prompt" if work.prompt else "decode", path="eager", shape=work.shape)
-        progress(each.label)
+        work_cell = replace(cell, kind="prompt" if work.prompt else "decode", path="eager", shape=work.shape)
+        progress(work_cell.label)
         if work.concurrency != 1:
-            result = Result(each, refused="one sequence at a time is all that --eager runs")
+            result = Result(work_cell, refused="one sequence at a time is all that --eager runs")
         elif all(c.ok for c in checks):
-            result = measure_cell(each, partial(_result, model, work, each, repeats, chunk))
+            result = measure_cell(work_cell, partial(_result, model, work, work_cell, repeats, chunk))
         else:
-            result = Result(each)
+            result = Result(work_cell)
         results.append(replace(result, checks=checks))
     return results
 

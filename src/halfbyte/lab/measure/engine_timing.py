@@ -269,7 +269,7 @@ def check_pace(client: Client, prompts: Sequence[list[int]], answers: Sequence[A
         pace = work.tokens / (work.tokens - 1)
         spans = [(a.last - first, pace * (a.last - a.first)) for a, first in zip(answers, firsts)]
         return median(
-            [whole / max(SHORTEST_S, decode) if whole - decode > HICCUP_S else 0.0 for whole, decode in spans]
+            [total / max(SHORTEST_S, decode) if total - decode > HICCUP_S else 0.0 for total, decode in spans]
         )
 
     if contradiction([0.0] * len(answers)) <= BURST:
@@ -377,8 +377,8 @@ def _choices(model: GptOss, ids: Tensor, steps: int) -> Tensor | None:
                     return None
                 rows.append(acts.topk_ids.long().clone())
         layers.append(rows)
-    whole = [torch.cat(parts)[-steps:] for parts in zip(*layers)]
-    return torch.stack(whole) if whole else None
+    choices = [torch.cat(parts)[-steps:] for parts in zip(*layers)]
+    return torch.stack(choices) if choices else None
 
 
 def speed_ceiling(gpu: Gpu, model: GptOss, work: Work, experts: float | None = None) -> Ceiling:
@@ -460,9 +460,9 @@ def measure_engine(
     del core
     model.release_kv()
     results = []
-    for work, each, these in zip(works, cells, runs):
-        progress(f"experts of {each.label}")
-        result = measure_cell(each, partial(_with_experts, work, these, each, model))
+    for work, work_cell, these in zip(works, cells, runs):
+        progress(f"experts of {work_cell.label}")
+        result = measure_cell(work_cell, partial(_with_experts, work, these, work_cell, model))
         figures = result.figures if ran.ok else ()
         detail = {**result.detail, "seed": seed}
         every = (*checks, ran, *result.checks)

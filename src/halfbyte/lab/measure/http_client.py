@@ -52,12 +52,12 @@ class HttpClient:
         """A streamed request, usage at its end, token ids with every event or, where the server has none, the usage so
         far; who does not know that either leaves it out."""
         usage: dict[str, Any] = {"include_usage": True}
-        whole = {"model": self.model, "stream": True, "stream_options": usage, **body}
+        fields = {"model": self.model, "stream": True, "stream_options": usage, **body}
         if self._names_ids.get(path, True):
-            whole["return_token_ids"] = True
+            fields["return_token_ids"] = True
         else:
             usage["continuous_usage_stats"] = True
-        data = json.dumps(whole).encode()
+        data = json.dumps(fields).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
             f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -67,8 +67,8 @@ class HttpClient:
     async def learn(self, path: str, body: Mapping[str, Any]) -> None:
         """Asks once, whether events of that path carry token ids."""
         if path not in self._names_ids:
-            asked = self.request(path, dict(body) | {"max_tokens": 2, "temperature": 0})
-            reading = read_blocks(await exchange(await self.connect(), asked, self.clock))
+            request = self.request(path, dict(body) | {"max_tokens": 2, "temperature": 0})
+            reading = read_blocks(await exchange(await self.connect(), request, self.clock))
             self._names_ids[path] = reading.counted_by == "ids"
 
     # ---- prompts all at once, each answered with exactly so many tokens ------------------------------------------

@@ -66,9 +66,9 @@ def time_phases(model: GptOss, cell: Cell, rows: int, context: int) -> list[Resu
             b.launch(step, acts)
     torch.cuda.synchronize()
     shape = {"rows": rows, "context": length, "regime": regime}
-    whole = replace(cell, kind="phase", path="all phases", shape=shape)
+    step_cell = replace(cell, kind="phase", path="all phases", shape=shape)
     if not bool(torch.isfinite(acts.logits).all()):
-        return [Result(whole, refused="the logits are not numbers")]
+        return [Result(step_cell, refused="the logits are not numbers")]
     results, total = [], 0.0
     for name in dict.fromkeys(b.phase.name for b in bound):
         mine = [(b, i) for b, i in zip(bound, inputs) if b.phase.name == name]
@@ -78,13 +78,13 @@ def time_phases(model: GptOss, cell: Cell, rows: int, context: int) -> list[Resu
         detail = {"launches": len(mine), "timed": how, "experts_per_layer": experts, **rates(floor, us * 1e-6, gpu)}
         # What only moves activations may find them in a cache, and has no ceiling alone.
         ceiling = Ceiling(floor.seconds(gpu) * 1e6, f"{gpu.name}: {gpu.note}") if WEIGHTS & set(covers) else None
-        each = replace(whole, path=name)
-        results.append(measure_cell(each, partial(timed, each, us, ceiling, detail)))
+        phase_cell = replace(step_cell, path=name)
+        results.append(measure_cell(phase_cell, partial(timed, phase_cell, us, ceiling, detail)))
         total += us
     everything = sum(work.values(), Work())
     ceiling = Ceiling(everything.seconds(gpu) * 1e6, f"{gpu.name}: {gpu.note}")
     detail = {"launches": len(bound), "experts_per_layer": experts, **rates(everything, total * 1e-6, gpu)}
-    results.append(measure_cell(whole, partial(timed, whole, total, ceiling, detail)))
+    results.append(measure_cell(step_cell, partial(timed, step_cell, total, ceiling, detail)))
     return results
 
 

@@ -47,8 +47,8 @@ class PowerMeter:
         self._sensor, self.limit, self._every = sensor, limit, every_s  # watts, seconds
 
     def __enter__(self) -> PowerMeter:
-        if self._sensor is None and (found := nvml_sensor()) is not None:
-            self._sensor, self.limit = found
+        if self._sensor is None and (reading := nvml_sensor()) is not None:
+            self._sensor, self.limit = reading
         if self._sensor is not None:
             self._thread = threading.Thread(target=self._watch, args=(self._sensor,), daemon=True)
             self._thread.start()

@@ -126,24 +126,24 @@ def in_rounds(
     meter: DisturbanceMeter | None = None,
 ) -> list[Runs]:
     """`run(cell, number)` for every cell, round by round. An error ends its cell and no other."""
-    found = [Runs(log.runs(key) if log else []) for key in keys]
+    cells = [Runs(log.runs(key) if log else []) for key in keys]
     sensor, limit = nvml_sensor() or (None, None)
     number = 0
-    while any(not r.enough(repeats) for r in found):
+    while any(not r.enough(repeats) for r in cells):
         order = range(len(keys)) if number % 2 == 0 else range(len(keys) - 1, -1, -1)
         for i in order:
-            if found[i].enough(repeats):
+            if cells[i].enough(repeats):
                 continue
             progress(i)
-            before, count = None if meter is None else meter.read(), len(found[i].all)
-            attempt = count + len(found[i].disturbed)
-            _run(found[i], sensor, limit, lambda i=i, n=attempt: run(i, n))  # type: ignore[misc]
+            before, count = None if meter is None else meter.read(), len(cells[i].all)
+            attempt = count + len(cells[i].disturbed)
+            _run(cells[i], sensor, limit, lambda i=i, n=attempt: run(i, n))  # type: ignore[misc]
             if meter is not None and before is not None:
-                _leave_disturbed(found[i], meter.read().since(before), repeats)
-            if log and found[i].error is None and len(found[i].all) > count:
-                log.add(keys[i], found[i].all[-1])
+                _leave_disturbed(cells[i], meter.read().since(before), repeats)
+            if log and cells[i].error is None and len(cells[i].all) > count:
+                log.add(keys[i], cells[i].all[-1])
         number += 1
-    return found
+    return cells
 
 
 def _leave_disturbed(runs: Runs, disturbance: Disturbance, repeats: int) -> None:
@@ -207,7 +207,7 @@ class RunLog:
                 line = json.loads(text)
             except ValueError:
                 if number == len(lines) - 1:  # cut off by the interruption
-                    self.path.write_text("".join(f"{whole}\n" for whole in lines[:-1]), encoding="utf-8")
+                    self.path.write_text("".join(f"{complete}\n" for complete in lines[:-1]), encoding="utf-8")
                     break
                 raise UsageError(f"{self.path}, line {number + 1} is damaged; remove the file to begin anew.") from None
             if number == 0:
@@ -220,16 +220,16 @@ class RunLog:
             elif "result" in line:
                 self._results[line["cell"]] = line["result"]
             else:
-                told = line["run"]
+                fields = line["run"]
                 self._runs.setdefault(line["cell"], []).append(
                     Measured(
-                        told["rate"],
-                        told["seconds"],
-                        tuple(told["first"]),
-                        tuple(told["cached"]),
-                        last=tuple(told.get("last", ())),
-                        counted_by=told.get("counted_by", ""),
-                        spelled=told.get("spelled"),
+                        fields["rate"],
+                        fields["seconds"],
+                        tuple(fields["first"]),
+                        tuple(fields["cached"]),
+                        last=tuple(fields.get("last", ())),
+                        counted_by=fields.get("counted_by", ""),
+                        spelled=fields.get("spelled"),
                     )
                 )
 

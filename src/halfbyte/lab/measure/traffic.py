@@ -127,8 +127,8 @@ class Asked:
         return [b - a for a, b in itertools.pairwise(times)]
 
     def keeps(self, limits: Limits) -> bool:
-        found = {"ttft": self.ttft, "tpot": self.tpot or 0.0, "e2e": self.e2e}
-        return all(1e3 * found[name] <= most for name, most in limits.stated.items())
+        times = {"ttft": self.ttft, "tpot": self.tpot or 0.0, "e2e": self.e2e}
+        return all(1e3 * times[name] <= most for name, most in limits.stated.items())
 
 
 class Player:
@@ -166,8 +166,8 @@ class Player:
                     await self._session(k, sessions[k])
 
                 await asyncio.gather(*(due(k, at) for k, at in enumerate(arrivals.times())))
-        for asked in self.asked:
-            asked.read(self.client.tokenizer)
+        for request in self.asked:
+            request.read(self.client.tokenizer)
 
     async def _climb(self, stairs: Staircase) -> None:
         self._begin = self.client.clock()
@@ -187,16 +187,16 @@ class Player:
             if turn.think_s:
                 await asyncio.sleep(turn.think_s)
             request = self.client.request(turn.path, turn.request())
-            asked = Asked(turn, k, number, self.now())
+            played = Asked(turn, k, number, self.now())
             try:
                 link = await self.client.connect()
-                asked.sent = self.now()
-                self.asked.append(asked)
-                asked.blocks = await exchange(link, request, self.now)
+                played.sent = self.now()
+                self.asked.append(played)
+                played.blocks = await exchange(link, request, self.now)
             except (EngineError, OSError) as e:
-                asked.error = f"{e}"[:400] or type(e).__name__
-                if asked not in self.asked:
-                    self.asked.append(asked)
+                played.error = f"{e}"[:400] or type(e).__name__
+                if played not in self.asked:
+                    self.asked.append(played)
                 return  # what follows in a session is said on top of an answer that it has not got
 
 
@@ -219,12 +219,12 @@ def measure_traffic(
 
 
 def traffic_result(
-    asked: Sequence[Asked], workload: Workload, arrivals: Arrivals | Staircase, cell: Cell, limits: Limits,
+    requests: Sequence[Asked], workload: Workload, arrivals: Arrivals | Staircase, cell: Cell, limits: Limits,
     power: PowerMeter,
 ) -> Result:  # fmt: skip
-    errors = [a.error for a in asked if a.error]
+    errors = [a.error for a in requests if a.error]
     checks = [Check("every request was answered", not errors, len(errors), 0, errors[0] if errors else "")]
-    good = [a for a in asked if not a.error]
+    good = [a for a in requests if not a.error]
     wrong = [a for a in good if a.turn.tokens is not None and a.answer.completion_tokens != a.turn.tokens]
     note = "" if not wrong else f"{wrong[0].answer.completion_tokens} tokens instead of {wrong[0].turn.tokens}"
     checks.append(Check("every answer has the length that was asked for", not wrong, len(wrong), 0, note))
@@ -235,7 +235,7 @@ def traffic_result(
         note = "" if not cached else f"{cached} tokens of prompts that are all different were in the server's cache"
         checks.append(Check("no prompt was in the cache", not cached, cached, 0, note))
     detail: dict[str, Any] = {
-        "requests": len(asked), "sessions": len({a.session for a in asked}), "workload": workload.name,
+        "requests": len(requests), "sessions": len({a.session for a in requests}), "workload": workload.name,
         "counted_by": sorted({a.answer.counted_by for a in good}), "limits_ms": limits.stated,
         "prompt_tokens": sum(a.answer.prompt_tokens or 0 for a in good),
         "cached_tokens": sum(a.answer.cached for a in good),
@@ -282,9 +282,9 @@ def traffic_result(
         detail["longest_gaps"] = [{"ms": round(1e3 * g, 1), "at_s": round(at, 2)} for g, at in gaps[:-9:-1]]
     figures += _quantiles("e2e", [a.e2e for a in inside])
     if limits.stated:
-        kept = [a for a in inside if a.keeps(limits)]
-        figures.append(figure("goodput", "requests/s", len(kept) / len(inside) * figures[1].value))
-        figures.append(figure("in_time", "%", 100 * len(kept) / len(inside)))
+        in_time = [a for a in inside if a.keeps(limits)]
+        figures.append(figure("goodput", "requests/s", len(in_time) / len(inside) * figures[1].value))
+        figures.append(figure("in_time", "%", 100 * len(in_time) / len(inside)))
     targets = []
     if isinstance(arrivals, Poisson):
         by_session = {k: [a for a in good if a.session == k] for k in {a.session for a in good}}
@@ -316,16 +316,16 @@ def sessions_of(arrivals: Arrivals) -> int:
     return arrivals.sessions + 1
 
 
-def window(asked: Sequence[Asked], arrivals: Arrivals | Staircase) -> tuple[float, float]:
+def window(requests: Sequence[Asked], arrivals: Arrivals | Staircase) -> tuple[float, float]:
     """From the last first token of the sessions that began together to the first token of the session
     that began last: whole turns of the loop, prompts as well as answers. Of open arrivals all of it: how they begin and
     end is the traffic itself."""
-    whole = min(a.sent for a in asked), max(a.answer.last for a in asked)
+    everything = min(a.sent for a in requests), max(a.answer.last for a in requests)
     if not isinstance(arrivals, ClosedLoop) or not has_waves(arrivals):
-        return whole
-    firsts = [min(a.answer.first for a in asked if a.session == k) for k in range(arrivals.sessions)]
+        return everything
+    firsts = [min(a.answer.first for a in requests if a.session == k) for k in range(arrivals.sessions)]
     begin, end = max(firsts[: arrivals.streams]), firsts[-1]
-    return (begin, end) if end > begin else whole
+    return (begin, end) if end > begin else everything
 
 
 def has_waves(arrivals: Arrivals | Staircase) -> bool:
@@ -338,10 +338,10 @@ STALL_S, STALL = 1.0, 50.0  # seconds, and times the usual gap: a pause that nee
 ONCE = 4  # requests for each such pause, at least: what belongs to serving comes back with every prompt
 
 
-def stall(asked: Sequence[Asked]) -> str:
+def stall(requests: Sequence[Asked]) -> str:
     """What shows that a server was not warm: pauses between two tokens far beyond the usual, of which there are far
     fewer than requests. Waiting for others' prompts comes back with every one of them. Empty where there are none."""
-    pairs = [(a, b) for each in asked for (a, _), (b, _) in itertools.pairwise(each.answer.arrivals)]
+    pairs = [(a, b) for request in requests for (a, _), (b, _) in itertools.pairwise(request.answer.arrivals)]
     if not pairs:
         return ""
     usual = quantile([b - a for a, b in pairs], 0.5)
@@ -352,7 +352,7 @@ def stall(asked: Sequence[Asked]) -> str:
             times[-1] = times[-1][0], max(end, times[-1][1])
         else:
             times.append((begin, end))
-    if not times or ONCE * len(times) > len(asked):
+    if not times or ONCE * len(times) > len(requests):
         return ""
     lost = sum(end - begin for begin, end in times)
     return f"{len(times)} times nothing came for {lost:.3g} s in all, where {1e3 * usual:.3g} ms are usual; warm it up"
@@ -363,10 +363,10 @@ def _quantiles(name: str, seconds: Sequence[float]) -> list[Figure]:
     if not seconds:
         return []
     values = [1e3 * s for s in seconds]
-    kept = tuple(values) if 1 < len(values) <= KEPT else ()
-    found = []
+    samples = tuple(values) if 1 < len(values) <= KEPT else ()
+    figures = []
     for label, share in (("p50", 0.5), ("p99", 0.99)):
         at = quantile(values, share)
-        found.append(Figure(f"{name}_{label}", "ms", at, min(values), max(values), len(values),
-                            values=kept if label == "p50" else ()))  # fmt: skip
-    return found
+        figures.append(Figure(f"{name}_{label}", "ms", at, min(values), max(values), len(values),
+                            values=samples if label == "p50" else ()))  # fmt: skip
+    return figures

@@ -51,16 +51,16 @@ def collect(case: Case, folder: Path) -> list[Finding]:
     """Writes the folder; the known causes that the engine's log shows."""
     folder.mkdir(parents=True, exist_ok=True)
     text = _read(case.log)
-    found = signatures.find(text.splitlines())
+    findings = signatures.find(text.splitlines())
     kernel = kernel_messages()
-    found += [
-        f for f in signatures.find(kernel.splitlines()) if f.signature.name not in {g.signature.name for g in found}
+    findings += [
+        f for f in signatures.find(kernel.splitlines()) if f.signature.name not in {g.signature.name for g in findings}
     ]
     command = " ".join(case.command)
     writes: dict[str, Callable[[], str]] = {
         "server_log.txt": lambda: without_secrets(text),
         "exit.json": lambda: _json({"why": case.why, "command": without_secrets(command), **case.ending}),
-        "causes.md": lambda: causes(case.why, found),
+        "causes.md": lambda: causes(case.why, findings),
         "requests.jsonl": lambda: "".join(json.dumps(asdict(r)) + "\n" for r in case.requests),
         "kernel_log.txt": lambda: kernel,
         "gpu.txt": gpu_state,
@@ -76,12 +76,12 @@ def collect(case: Case, folder: Path) -> list[Finding]:
         (folder / name).write_text(body + ("" if body.endswith("\n") else "\n"), encoding="utf-8")
     if case.api_log is not None and case.api_log.is_file():
         shutil.copyfile(case.api_log, folder / case.api_log.name)
-    return found
+    return findings
 
 
-def causes(why: str, found: Sequence[Finding]) -> str:
+def causes(why: str, findings: Sequence[Finding]) -> str:
     lines = [f"# {why}", ""]
-    for finding in found:
+    for finding in findings:
         s = finding.signature
         lines += [
             f"## {s.name}",
@@ -91,7 +91,7 @@ def causes(why: str, found: Sequence[Finding]) -> str:
             f"- fix: {s.fix}",
             "",
         ]
-    if not found:
+    if not findings:
         lines += ["The log shows no failure that is known here; its last lines are in server_log.txt.", ""]
     return "\n".join(lines)
 

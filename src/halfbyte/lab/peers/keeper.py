@@ -51,10 +51,10 @@ class Keeper:
             self.write(error=f"{self.command[0]} could not be started: {e.strerror or e}")
             return 127
         self.write(pid=engine.pid)
-        told = False
+        signalled = False
         while self.exit is None:
-            if self.asked_at is not None and not told:
-                self.how, told = "asked to end", True
+            if self.asked_at is not None and not signalled:
+                self.how, signalled = "asked to end", True
                 _signal_group(engine.pid, signal.SIGTERM)
             if self.asked_at is not None and time.monotonic() - self.asked_at > self.grace and "killed" not in self.how:
                 self.how = f"killed: it did not end within {self.grace:g} s of being asked"
@@ -140,21 +140,21 @@ def _descendants() -> list[int]:
         state, parent = text.rpartition(")")[2].split()[:2]
         if state != "Z":
             parents.setdefault(int(parent), []).append(pid)
-    found: list[int] = []
+    descendants: list[int] = []
     todo = [os.getpid()]
     while todo:
         children = parents.get(todo.pop(), [])
-        found += children
+        descendants += children
         todo += children
-    return found
+    return descendants
 
 
 def _command_of(pid: int) -> str:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
     except OSError:
         return "(gone)"
-    return words.decode(errors="replace").strip()[:200]
+    return command.decode(errors="replace").strip()[:200]
 
 
 if __name__ == "__main__":

@@ -71,13 +71,13 @@ class Peer(Protocol):
         ...
 
 
-def refused(gates: Gates, known: Iterable[str], engine: str, reasons: Mapping[str, str] | None = None) -> list[str]:
+def refused(gates: Gates, fields: Iterable[str], engine: str, reasons: Mapping[str, str] | None = None) -> list[str]:
     """A sentence for each axis that differs from its default and that the engine does not know."""
     flags = {axis.field: axis.flag for axis in AXES}
-    known = set(known)
+    fields = set(fields)
     sentences = []
     for name, value in gates.changes().items():
-        if name not in known and (name, value) != ("layers", "checkpoint"):  # other engines hold what the file has
+        if name not in fields and (name, value) != ("layers", "checkpoint"):  # other engines hold what the file has
             why = (reasons or {}).get(name, f"{engine} has no such choice")
             sentences.append(f"{flags[name]} {value}: {why}.")
     return sentences
@@ -90,12 +90,12 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def variables(words: Iterable[str]) -> dict[str, str]:
+def variables(assignments: Iterable[str]) -> dict[str, str]:
     """`NAME=VALUE` each, as somebody typed them for an engine."""
-    found = {}
-    for word in words:
+    values = {}
+    for word in assignments:
         name, sign, value = word.partition("=")
         if not sign or not name.isidentifier():
             raise UsageError(f"a variable of an engine looks like NAME=VALUE, not {word!r}.")
-        found[name] = value
-    return found
+        values[name] = value
+    return values

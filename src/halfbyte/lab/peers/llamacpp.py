@@ -140,7 +140,7 @@ def read_bench(text: str) -> dict[Work, list[float]]:
 
 def measure(folder: Path, file: Path, works: Sequence[Work], threads: int, repeats: int) -> dict[Work, list[float]]:
     """Every work in turn, each process for itself."""
-    found: dict[Work, list[float]] = {}
+    speeds: dict[Work, list[float]] = {}
     for command in bench_command(folder, file, works, threads, repeats):
-        found |= read_bench(output_of(command))
-    return found
+        speeds |= read_bench(output_of(command))
+    return speeds

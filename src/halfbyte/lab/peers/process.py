@@ -247,12 +247,12 @@ class PeerProcess:
 
     def zombies(self) -> list[str]:
         """Processes of the engine that ended and that it does not take note of."""
-        found = []
+        names = []
         for process in self._tree():
             with contextlib.suppress(psutil.Error):
                 if process.status() == psutil.STATUS_ZOMBIE:
-                    found.append(f"{process.pid} {process.name()}")
-        return found
+                    names.append(f"{process.pid} {process.name()}")
+        return names
 
     def last_words(self, lines: int = 6) -> str:
         try:
@@ -273,11 +273,11 @@ class PeerProcess:
             why, self.log, self.launch.command, self._environment, self._said(), self._seen, self.asker.last,
             self.folder / API_LOG,
         )  # fmt: skip
-        found = collect(case, folder)
-        self.causes += [f for f in found if f not in self.causes]
+        findings = collect(case, folder)
+        self.causes += [f for f in findings if f not in self.causes]
         self.diagnostics.append(folder)
-        known = f"; {found[0].signature.cause} {found[0].signature.fix}" if found else ""
-        return PeerDiedError(f"{why}{known}; diagnostics in {folder}.".replace(".;", ";"))
+        cause = f"; {findings[0].signature.cause} {findings[0].signature.fix}" if findings else ""
+        return PeerDiedError(f"{why}{cause}; diagnostics in {folder}.".replace(".;", ";"))
 
     def stop(self) -> Ending:
         """Asks it to end, waits, and makes it; nothing of it is left afterwards."""
@@ -293,23 +293,26 @@ class PeerProcess:
         try:
             process.wait(self.limits.stop_s + keeper.SETTLE_S + keeper.LAST_S + 10.0)
         except subprocess.TimeoutExpired:  # the keeper itself is stopped, or its engine cannot be killed
-            for each in psutil.Process(process.pid).children(recursive=True):
+            for child in psutil.Process(process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    each.kill()
+                    child.kill()
             process.kill()
             process.wait()
-        said = self._said()
+        status = self._said()
         self.ending = Ending(
-            said.get("exit"), str(said.get("how", "")), tuple(said.get("left", ())), tuple(said.get("stuck", ()))
+            status.get("exit"),
+            str(status.get("how", "")),
+            tuple(status.get("left", ())),
+            tuple(status.get("stuck", ())),
         )
         return self.ending
 
     def _said(self) -> Mapping[str, Any]:
         try:
-            said: dict[str, Any] = json.loads(self._status.read_text(encoding="utf-8"))
+            status: dict[str, Any] = json.loads(self._status.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return said
+        return status
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()

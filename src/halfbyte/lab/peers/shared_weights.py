@@ -84,10 +84,10 @@ def write(model: SharedModel, progress: Progress = lambda _: None) -> Path:
     for old in folder.glob(f"{model.name}-*.gguf"):
         old.unlink()
 
-    def said(done: int, total: int, name: str) -> None:
+    def report(done: int, total: int, name: str) -> None:
         progress(f"writing {path.name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
-    synthetic.write_gguf(NAMED[model.shape], 0, path, dense=model.dense, progress=said)
+    synthetic.write_gguf(NAMED[model.shape], 0, path, dense=model.dense, progress=report)
     return path
 
 

@@ -158,9 +158,9 @@ _COMPILED = [(s, re.compile(s.pattern, re.IGNORECASE)) for s in SIGNATURES]
 
 def find(lines: Iterable[str]) -> list[Finding]:
     """Every signature that a log shows, each once, in the order in which they came."""
-    found: dict[str, Finding] = {}
+    matches: dict[str, Finding] = {}
     for number, line in enumerate(lines, 1):
         for signature, pattern in _COMPILED:
-            if signature.name not in found and pattern.search(line):
-                found[signature.name] = Finding(signature, line.strip()[:400], number)
-    return list(found.values())
+            if signature.name not in matches and pattern.search(line):
+                matches[signature.name] = Finding(signature, line.strip()[:400], number)
+    return list(matches.values())

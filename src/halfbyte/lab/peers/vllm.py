@@ -33,12 +33,16 @@ class VllmPeer:
     def prepare(self, setup: Setup, progress: Progress) -> Setup:
         """vLLM's command line asks for the version of a package `vllm`, which its CPU builds are not called: those are
         started by their older entry."""
-        asked = [setup.python or sys.executable, "-c", "import importlib.metadata as m; m.version('vllm')"]
+        version_command = [setup.python or sys.executable, "-c", "import importlib.metadata as m; m.version('vllm')"]
         environment = child_environment(**setup.environment)
         try:
-            self._older = bool(run_child(asked, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env=environment))
+            self._older = bool(
+                run_child(version_command, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env=environment)
+            )
         except PeerError as e:
-            raise UsageError(f"{asked[0]} cannot be started ({e}) --engine-python names an interpreter.") from None
+            raise UsageError(
+                f"{version_command[0]} cannot be started ({e}) --engine-python names an interpreter."
+            ) from None
         on_cpu = load.resolve_device(setup.device).type == "cpu"
         own = setup.file is None and load.resolve_model(setup.model).path == load.EMBEDDED
         if own and on_cpu and not self._plugin:
@@ -57,16 +61,16 @@ class VllmPeer:
             gates = replace(gates, moe_kernel=PerRegime("vllm", "vllm", "vllm"))
         record = setup.folder / RECORD if self._plugin else None
         serving = Serving(host="127.0.0.1", port=setup.port, record=record)
-        made = vllm_command(
+        vllm = vllm_command(
             setup.file or str(name.path), gates, serving=serving, arguments=setup.flags, plugin=self._plugin,
             environment=setup.environment, python=setup.python or sys.executable,
         )  # fmt: skip
         hosts = refused(setup.gates, [a.field for a in AXES if a.field not in HOST], "vLLM")
-        command = made.command
+        command = vllm.command
         if self._older:
             at = command.index("serve")
             command = (*command[: at - 1], OLDER_ENTRY, "--model", *command[at + 1 :])
         chat = (
             name.path != load.EMBEDDED
         )  # vLLM renders gpt-oss with OpenAI's vocabulary, which the embedded model has not
-        return Launch(command, made.environment, (*made.refusals, *hosts), record=record, renders_chat=chat)
+        return Launch(command, vllm.environment, (*vllm.refusals, *hosts), record=record, renders_chat=chat)

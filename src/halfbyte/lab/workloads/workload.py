@@ -92,14 +92,14 @@ def chat(turns: int = 4, tokens: int = 64, think_s: float = 1.0, seed: int = 0) 
     def session(k: int) -> Session:
         draw = random.Random(f"chat {seed} {k}")
         messages: list[dict[str, str]] = [{"role": "system", "content": f"You are assistant number {k}. Be brief."}]
-        made = []
+        turns_made = []
         for n in range(turns):
-            words = draw.choice(FOLLOWING if n else OPENINGS)
-            messages.append({"role": "user", "content": words})
+            text = draw.choice(FOLLOWING if n else OPENINGS)
+            messages.append({"role": "user", "content": text})
             wait = draw.expovariate(1 / think_s) if n and think_s else 0.0
-            made.append(Turn(CHAT, {"messages": [dict(m) for m in messages]}, tokens, wait))
+            turns_made.append(Turn(CHAT, {"messages": [dict(m) for m in messages]}, tokens, wait))
             messages.append({"role": "assistant", "content": f"{ANSWER} ({draw.randrange(10_000)})"})
-        return Session(tuple(made))
+        return Session(tuple(turns_made))
 
     return Workload("chat", session, {"turns": turns, "tg": tokens, "think_s": think_s})
 
