@@ -1,7 +1,7 @@
 """An answer as a client gets it: items of reasoning, content and calls, grown from the updates of a reader.
 
-Three APIs write these in three ways. An `Answer` holds what has been handed over so far and nothing beyond it, so a
-writer may look at it at any time; it reads no tokens (`reader.py` does).
+Three APIs write these in three ways. A `ChoiceAnswer` holds what has been handed over so far and nothing beyond it, so
+a writer may look at it at any time; it reads no tokens (`reader.py` does).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
-class Item:
+class AnswerItem:
     kind: Literal["reasoning", "content", "call"]
     preamble: bool = False  # content on the commentary channel: said between calls, not the answer
     call: Call | None = None
@@ -43,7 +43,7 @@ class Item:
 
 
 @dataclass(slots=True)
-class Piece:
+class AnswerPiece:
     """`item` numbers the parts of an answer: a new number is a new reasoning item, message or call."""
 
     kind: PieceKind
@@ -58,8 +58,8 @@ class Update:
     """What one choice gained. `finish` is set once, at its end."""
 
     index: int
-    pieces: list[Piece] = field(default_factory=list)
-    new_items: list[Item] = field(default_factory=list)  # still empty; the pieces say what goes into them
+    pieces: list[AnswerPiece] = field(default_factory=list)
+    new_items: list[AnswerItem] = field(default_factory=list)  # still empty; the pieces say what goes into them
     complete_items: list[int] = field(default_factory=list)
     finish: str | None = None
     stop_match: str | None = None  # the stop string that ended it
@@ -94,9 +94,9 @@ class Update:
         return bool(self.pieces or self.finish or self.tokens or self.prompt_logprobs)
 
 
-class Answer:
+class ChoiceAnswer:
     def __init__(self) -> None:
-        self.items: list[Item] = []
+        self.items: list[AnswerItem] = []
         self.calls: list[Call] = []
         self.finish: str | None = None
         self.stop_match: str | None = None

@@ -8,7 +8,7 @@ Reasoning that a client does send back counts, whatever is kept here.
 from __future__ import annotations
 
 from halfbyte.byte_cache import ByteCache
-from halfbyte.server.answer.answer import Answer
+from halfbyte.server.answer.answer import ChoiceAnswer
 
 
 class CallMemory:
@@ -25,8 +25,8 @@ class OwnCalls:
     def __init__(self, thoughts: ByteCache[tuple[str, str], str], owner: str) -> None:
         self._thoughts, self._owner = thoughts, owner
 
-    def keep(self, answer: Answer) -> None:
-        """Of a whole answer: what was thought since the call before."""
+    def keep(self, answer: ChoiceAnswer) -> None:
+        """Remember, for each call of a complete answer, the reasoning since the call before it."""
         thought: list[str] = []
         for item in answer.items:
             if item.kind == "reasoning":

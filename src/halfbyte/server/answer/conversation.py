@@ -84,8 +84,8 @@ def check_logit_bias(bias: dict[str, float] | None, info: SourceInfo) -> dict[in
     for key, value in (bias or {}).items():
         # Longer ones than any id are not even read as numbers: Python refuses that beyond 4,300 digits.
         if not (key.isascii() and key.isdigit()) or len(key) > 10 or int(key) >= info.vocab:
-            shown = key if len(key) <= 20 else f"{key[:20]}..."
-            raise bad_request(f"{shown!r} is not a token id of this model (0 to {info.vocab - 1}).", "logit_bias")
+            beginning = key if len(key) <= 20 else f"{key[:20]}..."
+            raise bad_request(f"{beginning!r} is not a token id of this model (0 to {info.vocab - 1}).", "logit_bias")
         out[int(key)] = value
     return out
 

@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from halfbyte.server.answer.answer import Answer, Update
+from halfbyte.server.answer.answer import ChoiceAnswer, Update
 from halfbyte.server.answer.call_memory import OwnCalls
 from halfbyte.server.answer.prompt import Prompt
 from halfbyte.server.answer.pump import Pump
-from halfbyte.server.answer.reader import AnswerReader
+from halfbyte.server.answer.reader import ChoiceReader
 from halfbyte.server.answer.requests import Reader, chat_updates
 from halfbyte.server.answer.service import Service
-from halfbyte.server.http.admission import Slot
+from halfbyte.server.http.admission import RequestSlot
 from halfbyte.server.http.connection import auto_close
 from halfbyte.server.http.errors import ApiError, is_cancellation
 
@@ -52,7 +52,7 @@ class Generation(Generic[A]):
         answers: list[A],
         updates: Callable[[], AsyncIterator[Update]],
         *,
-        slot: Slot,
+        slot: RequestSlot,
         prompt_tokens: int,
         streaming: bool,
         calls: OwnCalls | None = None,
@@ -128,7 +128,7 @@ class Generation(Generic[A]):
         for index, update in by_choice.items():
             answer = self.answers[index]
             answer.add(update)
-            if update.finish is not None and self.calls is not None and isinstance(answer, Answer):
+            if update.finish is not None and self.calls is not None and isinstance(answer, ChoiceAnswer):
                 self.calls.keep(answer)
             self.finish[index] = update.finish
             totals.completion += len(update.tokens) + update.dropped_tokens
@@ -161,16 +161,16 @@ class Generation(Generic[A]):
                 pass
 
 
-def generate(service: Service, prompt: Prompt, slot: Slot, *, streaming: bool) -> Generation[Answer]:
+def generate(service: Service, prompt: Prompt, slot: RequestSlot, *, streaming: bool) -> Generation[ChoiceAnswer]:
     """The answers to a conversation, not yet begun: the first batch asked for starts the engine."""
     service.log_prompt(prompt.tokens)
     slot.hold(prompt.sampling.n)
-    readers = [AnswerReader(service.harmony, prompt, i) for i in range(prompt.sampling.n)]
+    readers = [ChoiceReader(service.harmony, prompt, i) for i in range(prompt.sampling.n)]
     return Generation(
         service,
         prompt.conversation.api,
         readers,
-        [Answer() for _ in readers],
+        [ChoiceAnswer() for _ in readers],
         lambda: chat_updates(service, prompt, readers, slot.client),
         slot=slot,
         prompt_tokens=prompt.length,

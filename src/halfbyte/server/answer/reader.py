@@ -12,12 +12,12 @@ from halfbyte.engine.stops import TextStopMatcher
 from halfbyte.harmony.header import MessageHeader
 from halfbyte.harmony.messages import COMMENTARY
 from halfbyte.harmony.parse import Event, Parser
-from halfbyte.server.answer.answer import Call, Item, Piece, TokenLogprob, Update
+from halfbyte.server.answer.answer import AnswerItem, AnswerPiece, Call, TokenLogprob, Update
 from halfbyte.server.answer.harmony_tokens import HarmonyTokens
 from halfbyte.server.answer.prompt import Prompt
 
 
-class AnswerReader:
+class ChoiceReader:
     def __init__(self, harmony: HarmonyTokens, prompt: Prompt, index: int) -> None:
         self.index = index
         self.done = False  # nothing the model still says can matter
@@ -30,7 +30,7 @@ class AnswerReader:
         self._stop = TextStopMatcher(prompt.conversation.stop_strings)
         self._update = Update(index)
         self._item_count = 0
-        self._open: tuple[int, int, Item] | None = None  # the parser's message, the number of its item, the item
+        self._open: tuple[int, int, AnswerItem] | None = None  # the parser's message, the number of its item, the item
         self._calls: list[int] = []  # numbers of the items that are calls
         self._without_arguments: dict[int, Call] = {}
         # A JSON answer begins only where the grammar was awake; anything else the model says is thinking aloud. The
@@ -130,7 +130,7 @@ class AnswerReader:
         for number, call in self._without_arguments.items():
             if reason != "length":
                 # A call without arguments is a call with none; clients parse this field.
-                self._add(Piece("arguments", "{}", number, call))
+                self._add(AnswerPiece("arguments", "{}", number, call))
         update, self._update = self._update, Update(self.index)
         update.stop_match = self._stop.matched
         if update.stop_match is not None or reason != "length":
@@ -155,7 +155,7 @@ class AnswerReader:
                 # Without tools there is nobody to call, so what the model wrote is shown as it comes.
                 self._begin_call(event)
 
-    def _begin(self, event: Event, item: Item) -> int:
+    def _begin(self, event: Event, item: AnswerItem) -> int:
         number = self._item_count
         self._item_count += 1
         self._update.new_items.append(item)
@@ -165,17 +165,17 @@ class AnswerReader:
     def _begin_call(self, event: Event) -> None:
         assert event.header.recipient is not None
         call = Call(self._tools.find(event.header.recipient), len(self._calls))
-        number = self._begin(event, Item("call", call=call))
+        number = self._begin(event, AnswerItem("call", call=call))
         self._calls.append(number)
         self._without_arguments[number] = call
-        self._update.pieces.append(Piece("call", item=number, call=call))
+        self._update.pieces.append(AnswerPiece("call", item=number, call=call))
 
     def _delta(self, event: Event) -> None:
         number, item = self._item(event)
         if item.kind == "call":
             if event.text.strip():
                 self._without_arguments.pop(number, None)
-            self._add(Piece("arguments", event.text, number, item.call))
+            self._add(AnswerPiece("arguments", event.text, number, item.call))
             return
         text = event.text
         if item.kind == "content":
@@ -185,12 +185,12 @@ class AnswerReader:
         if self._stop.matched is not None:
             self.done = True
 
-    def _item(self, event: Event) -> tuple[int, Item]:
+    def _item(self, event: Event) -> tuple[int, AnswerItem]:
         if self._open is not None and self._open[0] == event.message:
             return self._open[1:]
         header = event.header
         visible = header.kind != "reasoning" and (not self._triggers or self._awake)
-        item = Item("content" if visible else "reasoning", preamble=header.channel == COMMENTARY)
+        item = AnswerItem("content" if visible else "reasoning", preamble=header.channel == COMMENTARY)
         return self._begin(event, item), item
 
     def _message_end(self, event: Event) -> None:
@@ -213,13 +213,13 @@ class AnswerReader:
 
     # ---- pieces -------------------------------------------------------------------------------
 
-    def _show(self, number: int, item: Item, text: str) -> None:
+    def _show(self, number: int, item: AnswerItem, text: str) -> None:
         if item.kind == "content":
-            self._add(Piece("content", text, number, logprobs=self._due(text) if self._marks else None))
+            self._add(AnswerPiece("content", text, number, logprobs=self._due(text) if self._marks else None))
         else:
-            self._add(Piece("reasoning", text, number))
+            self._add(AnswerPiece("reasoning", text, number))
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: AnswerPiece) -> None:
         pieces = self._update.pieces
         last = pieces[-1] if pieces else None
         if last is not None and last.kind == piece.kind and last.item == piece.item:
@@ -236,7 +236,7 @@ class AnswerReader:
         self._content_bytes += len(entry.data)
 
     def _due(self, text: str) -> list[TokenLogprob]:
-        """Those of the tokens that are at least partly shown; a stop string takes its own with it."""
+        """Log probabilities of the tokens that are at least partly shown; a stop string takes its own with it."""
         self._shown_bytes += len(text.encode("utf-8", "replace"))
         count = sum(1 for start, _ in self._marks if start < self._shown_bytes)
         due, self._marks = self._marks[:count], self._marks[count:]

@@ -24,7 +24,7 @@ from halfbyte.errors import RequestError
 from halfbyte.server.answer.answer import Update
 from halfbyte.server.answer.prompt import Prompt
 from halfbyte.server.answer.pump import merge
-from halfbyte.server.answer.reader import AnswerReader
+from halfbyte.server.answer.reader import ChoiceReader
 from halfbyte.server.answer.service import Service
 from halfbyte.server.answer.tools import Function
 from halfbyte.server.http.connection import auto_close
@@ -44,7 +44,7 @@ class Reader(Protocol):
     def end(self, reason: str) -> Update: ...
 
 
-def chat_updates(service: Service, prompt: Prompt, readers: list[AnswerReader], client: str) -> AsyncIterator[Update]:
+def chat_updates(service: Service, prompt: Prompt, readers: list[ChoiceReader], client: str) -> AsyncIterator[Update]:
     """All choices of a conversation, in as few engine requests as what it owes the client allows."""
     required = prompt.conversation.tool_choice.mode == "required"
     if required or prompt.tools.strict or prompt.constraint is not None:
@@ -118,7 +118,7 @@ class _OutOfTokensError(Exception):
 class ChoiceRequests:
     """The engine requests of one choice, one after the other, as one stream of updates."""
 
-    def __init__(self, service: Service, prompt: Prompt, reader: AnswerReader, client: str) -> None:
+    def __init__(self, service: Service, prompt: Prompt, reader: ChoiceReader, client: str) -> None:
         self.service = service
         self.client = client
         self.harmony = service.harmony

@@ -111,12 +111,12 @@ class Toolbox:
     def find(self, recipient: str) -> Function:
         """What the model meant. A name it made up is passed on as it is: the caller answers that there is no such
         tool, and the model learns; hiding the call would lose it."""
-        known = self._by_recipient.get(recipient) or self._by_name.get(recipient)
-        if known is None:
+        function = self._by_recipient.get(recipient) or self._by_name.get(recipient)
+        if function is None:
             # "functions.multi_agent_v1.close_agent", "functions/get_weather": models decorate.
             last = re.split(r"[/:]", recipient.removeprefix(f"{FUNCTIONS}."))[-1]
-            known = self._by_recipient.get(last) or self._by_name.get(last)
-        return known or Function(recipient.removeprefix(f"{FUNCTIONS}.") or "unknown")
+            function = self._by_recipient.get(last) or self._by_name.get(last)
+        return function or Function(recipient.removeprefix(f"{FUNCTIONS}.") or "unknown")
 
     def by_name(self, name: str, namespace: str | None = None) -> Function | None:
         if namespace is not None:

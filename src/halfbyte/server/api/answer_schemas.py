@@ -50,7 +50,7 @@ class CalledFunction(Described):
     arguments: str
 
 
-class ToolCall(Described):
+class AnswerToolCall(Described):
     id: str
     type: Literal["function"]
     function: CalledFunction
@@ -60,19 +60,19 @@ class ChatAnswer(Described):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[AnswerToolCall] = []
     reasoning_content: str = ""
     reasoning: str = ""
 
 
-class TokenLogprob(Described):
+class LogprobEntry(Described):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class ContentLogprob(TokenLogprob):
-    top_logprobs: list[TokenLogprob]
+class ContentLogprob(LogprobEntry):
+    top_logprobs: list[LogprobEntry]
 
 
 class ChatLogprobs(Described):

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from halfbyte.engine.request import SamplingParams
-from halfbyte.server.answer.answer import Answer, Item, Piece
+from halfbyte.server.answer.answer import AnswerItem, AnswerPiece, ChoiceAnswer
 from halfbyte.server.answer.conversation import (
     EFFORTS,
     Conversation,
@@ -35,7 +35,7 @@ from halfbyte.server.api.anthropic_messages_schema import (
 )
 from halfbyte.server.api.carried_reasoning import encode_reasoning
 from halfbyte.server.http import sse
-from halfbyte.server.http.admission import Slot
+from halfbyte.server.http.admission import RequestSlot
 from halfbyte.server.http.errors import ApiError
 from halfbyte.server.http.json_body import Route
 from halfbyte.server.http.middleware import owner_of
@@ -57,7 +57,7 @@ def router(service: Service) -> APIRouter:
         name = service.names.check(body.model)
         streaming = bool(body.stream)
 
-        def writer(slot: Slot) -> MessageWriter:
+        def writer(slot: RequestSlot) -> MessageWriter:
             generation = generate(service, _prompt(service, body, owner_of(http)), slot, streaming=streaming)
             return MessageWriter(generation, name, show_thinking=_shows_thinking(body))
 
@@ -130,7 +130,7 @@ def _prompt(service: Service, body: CountRequest, owner: str) -> Prompt:
 class MessageWriter(EventWriter):
     """The answer as content blocks, in either form."""
 
-    def __init__(self, generation: Generation[Answer], model: str, *, show_thinking: bool) -> None:
+    def __init__(self, generation: Generation[ChoiceAnswer], model: str, *, show_thinking: bool) -> None:
         self.generation = generation
         self.answer = generation.answers[0]
         self.id = sse.new_id("msg_")
@@ -163,7 +163,7 @@ class MessageWriter(EventWriter):
         content = [_block(item) for item in self.answer.items if self._is_visible(item)]
         return {**self._message(content, usage(self.generation.totals)), **self._stop()}
 
-    def _is_visible(self, item: Item) -> bool:
+    def _is_visible(self, item: AnswerItem) -> bool:
         return item.kind != "reasoning" or self.show_thinking
 
     def _stop(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class MessageWriter(EventWriter):
         end += _event("message_delta", delta=self._stop(), usage=usage(self.generation.totals))
         yield end + _event("message_stop")
 
-    def _piece(self, piece: Piece) -> bytes:
+    def _piece(self, piece: AnswerPiece) -> bytes:
         out = b""
         if piece.item != self._current:
             out = self._close()
@@ -232,7 +232,7 @@ def _event(type: str, **fields: Any) -> bytes:
     return sse.event(type, {"type": type, **fields})
 
 
-def _block(item: Item, *, empty: bool = False) -> dict[str, Any]:
+def _block(item: AnswerItem, *, empty: bool = False) -> dict[str, Any]:
     text = "" if empty else item.text
     if item.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": "" if empty else encode_reasoning(text)}

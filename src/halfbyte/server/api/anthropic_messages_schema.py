@@ -23,13 +23,13 @@ from halfbyte.server.http.errors import bad_request
 _CACHE = {"cache_control": "the prefix cache needs no marks"}
 
 
-class TextBlock(Strict):
+class TextBlockParam(Strict):
     harmless: ClassVar[dict[str, str]] = {**_CACHE, "citations": "of an earlier answer"}
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Strict):
+class ThinkingBlockParam(Strict):
     harmless: ClassVar[dict[str, str]] = _CACHE
     type: Literal["thinking"]
     thinking: str
@@ -42,7 +42,7 @@ class RedactedThinkingBlock(Strict):
     data: str
 
 
-class ToolUseBlock(Strict):
+class ToolUseBlockParam(Strict):
     harmless: ClassVar[dict[str, str]] = {**_CACHE, "caller": "who ran the tool", "toolset_name": "who ran the tool"}
     type: Literal["tool_use"]
     id: str
@@ -69,7 +69,7 @@ class ToolReferenceBlock(Strict):
 
 
 ResultBlock = Annotated[
-    Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type")], BeforeValidator(_text_only)
+    Annotated[TextBlockParam | ToolReferenceBlock, Field(discriminator="type")], BeforeValidator(_text_only)
 ]
 
 
@@ -81,9 +81,11 @@ class ToolResultBlock(Strict):
     is_error: bool | None = None
 
 
-UserBlock = Annotated[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")], BeforeValidator(_text_only)]
+UserBlock = Annotated[
+    Annotated[TextBlockParam | ToolResultBlock, Field(discriminator="type")], BeforeValidator(_text_only)
+]
 AssistantBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
+    TextBlockParam | ThinkingBlockParam | RedactedThinkingBlock | ToolUseBlockParam, Field(discriminator="type")
 ]
 
 
@@ -99,7 +101,7 @@ class AssistantMessage(Strict):
 
 class SystemMessage(Strict):
     role: Literal["system"]
-    content: str | Items[TextBlock]
+    content: str | Items[TextBlockParam]
 
 
 MessageParam = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
@@ -153,7 +155,7 @@ class CountRequest(Strict):
     harmless: ClassVar[dict[str, str]] = MESSAGES_HARMLESS
     model: str
     messages: Annotated[Messages[MessageParam], Field(min_length=1)]
-    system: str | Items[TextBlock] | None = None
+    system: str | Items[TextBlockParam] | None = None
     tools: (
         Annotated[Items[Annotated[ToolDefinition, BeforeValidator(_no_hosted_tool)]], Field(max_length=1024)] | None
     ) = None
@@ -191,7 +193,7 @@ def _loaded_tools(body: CountRequest) -> Iterator[str]:
     """Names of tools that a search has found or that were called."""
     for message in body.messages:
         for block in message.content if isinstance(message.content, list) else ():
-            if isinstance(block, ToolUseBlock):
+            if isinstance(block, ToolUseBlockParam):
                 yield block.name
             elif isinstance(block, ToolResultBlock) and isinstance(block.content, list):
                 yield from (part.tool_name for part in block.content if isinstance(part, ToolReferenceBlock))
@@ -240,7 +242,7 @@ class MessageHistory:
             return
         texts = []
         for position, block in enumerate(m.content):
-            if isinstance(block, TextBlock):
+            if isinstance(block, TextBlockParam):
                 texts.append(block.text)
                 continue
             name = self._calls.get(block.tool_use_id)
@@ -253,23 +255,23 @@ class MessageHistory:
             self.messages.append(Message.user("\n\n".join(texts)))
 
     def _assistant(self, m: AssistantMessage, memory: OwnCalls, *, last: bool) -> None:
-        blocks = [TextBlock(type="text", text=m.content)] if isinstance(m.content, str) else m.content
-        uses = [b for b in blocks if isinstance(b, ToolUseBlock)]
-        if uses and not any(isinstance(b, ThinkingBlock) for b in blocks):
+        blocks = [TextBlockParam(type="text", text=m.content)] if isinstance(m.content, str) else m.content
+        uses = [b for b in blocks if isinstance(b, ToolUseBlockParam)]
+        if uses and not any(isinstance(b, ThinkingBlockParam) for b in blocks):
             thought = memory.recall(uses[0].id)
             if thought:
                 self.messages.append(Message.analysis(thought))
         for position, block in enumerate(blocks):
-            if isinstance(block, TextBlock):
+            if isinstance(block, TextBlockParam):
                 if last and position == len(blocks) - 1:
                     self.opening = block.text
                 elif block.text:
                     self.messages.append(Message.preamble(block.text) if uses else Message.final(block.text))
-            elif isinstance(block, ThinkingBlock):
+            elif isinstance(block, ThinkingBlockParam):
                 thought = block.thinking or decode_reasoning(block.signature)
                 if thought:
                     self.messages.append(Message.analysis(thought))
-            elif isinstance(block, ToolUseBlock):
+            elif isinstance(block, ToolUseBlockParam):
                 self._calls[block.id] = block.name
                 self.messages.append(Message.call(block.name, json.dumps(block.input, ensure_ascii=False)))
 

@@ -44,7 +44,7 @@ from halfbyte.server.api.openai_completions import CompletionRequest, generate_t
 from halfbyte.server.api.openai_sampling import completion_sampling
 from halfbyte.server.api.shared_schema import SamplingFields
 from halfbyte.server.http import sse
-from halfbyte.server.http.admission import Slot
+from halfbyte.server.http.admission import RequestSlot
 from halfbyte.server.http.errors import ApiError, bad_request
 from halfbyte.server.http.json_body import Route
 from halfbyte.server.http.middleware import owner_of
@@ -71,14 +71,14 @@ def router(service: Service) -> APIRouter:
     api = APIRouter(route_class=Route, tags=["Ollama"])
 
     async def answer(
-        http: Request, body: ChatBody | GenerateBody, start: Callable[[Slot, bool], Generation[Any]], field: str
+        http: Request, body: ChatBody | GenerateBody, start: Callable[[RequestSlot, bool], Generation[Any]], field: str
     ) -> Response:
         name = service.names.check_tagged(body.model)
         if not (body.messages if isinstance(body, ChatBody) else body.prompt):
             return _loaded(name, field)
         streaming = body.stream is not False
 
-        def writer(slot: Slot) -> LineWriter:
+        def writer(slot: RequestSlot) -> LineWriter:
             return LineWriter(start(slot, streaming), name, field, show_thinking=body.think is not False)
 
         return await respond(http, service.admission, service.settings, writer, streaming=streaming)
@@ -89,7 +89,7 @@ def router(service: Service) -> APIRouter:
     async def chat(body: ChatBody, http: Request) -> Response:
         owner = owner_of(http)
 
-        def start(slot: Slot, streaming: bool) -> Generation[Any]:
+        def start(slot: RequestSlot, streaming: bool) -> Generation[Any]:
             instructions, messages = to_harmony(body.messages, service.calls.of(owner))
             tools = to_toolbox(body.tools or [])
             conversation = replace(_conversation(service, body, messages, instructions, tools), owner=owner)
@@ -103,7 +103,7 @@ def router(service: Service) -> APIRouter:
         responses=answers(OllamaGenerated, "The answer.", JSON_LINES),
     )
     async def generate_(body: GenerateBody, http: Request) -> Response:
-        def start(slot: Slot, streaming: bool) -> Generation[Any]:
+        def start(slot: RequestSlot, streaming: bool) -> Generation[Any]:
             if body.raw:
                 return generate_text(service, _raw(body, streaming), slot, api=API)
             messages = [Message.user(body.prompt or "")]

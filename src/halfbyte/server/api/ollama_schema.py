@@ -33,16 +33,16 @@ def _no_images(value: Any) -> Any:
 Images = Annotated[None, BeforeValidator(_no_images)]
 
 
-class CalledFunction(Strict):
+class OllamaCalledFunction(Strict):
     harmless: ClassVar[dict[str, str]] = {"index": "left over from a stream"}
     name: str
     arguments: dict[str, Any] | str = {}
 
 
-class ToolCall(Strict):
+class OllamaToolCall(Strict):
     harmless: ClassVar[dict[str, str]] = {"type": "they are all functions"}
     id: str | None = None
-    function: CalledFunction
+    function: OllamaCalledFunction
 
 
 class OllamaMessage(Strict):
@@ -50,7 +50,7 @@ class OllamaMessage(Strict):
     content: str | None = None
     thinking: str | None = None
     images: Images = None
-    tool_calls: Items[ToolCall] | None = None
+    tool_calls: Items[OllamaToolCall] | None = None
     tool_name: str | None = None
     name: str | None = None  # what tool_name was called before
     tool_call_id: str | None = None

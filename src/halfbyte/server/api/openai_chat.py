@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from halfbyte.server.answer.answer import SEPARATOR, Answer, Piece, TokenLogprob, Update
+from halfbyte.server.answer.answer import SEPARATOR, AnswerPiece, ChoiceAnswer, TokenLogprob, Update
 from halfbyte.server.answer.conversation import (
     EFFORTS,
     AnswerFormat,
@@ -39,7 +39,7 @@ from halfbyte.server.api.openai_chat_schema import (
 from halfbyte.server.api.openai_chunks import ChunkFrame, error_chunk, finish_json, finite
 from halfbyte.server.api.openai_sampling import completion_sampling
 from halfbyte.server.http import sse
-from halfbyte.server.http.admission import Slot
+from halfbyte.server.http.admission import RequestSlot
 from halfbyte.server.http.connection import auto_close
 from halfbyte.server.http.errors import ApiError, bad_request
 from halfbyte.server.http.json_body import Route
@@ -60,7 +60,7 @@ def router(service: Service) -> APIRouter:
         name = service.names.check(body.model)
         streaming = bool(body.stream)
 
-        def writer(slot: Slot) -> ChatWriter:
+        def writer(slot: RequestSlot) -> ChatWriter:
             prompt = make_prompt(service, to_conversation(service, body, owner_of(http)))
             return ChatWriter(generate(service, prompt, slot, streaming=streaming), name, body)
 
@@ -152,7 +152,7 @@ def _format(body: ChatRequest) -> AnswerFormat | None:
 class ChatWriter(EventWriter):
     """The answer to one request, in either form."""
 
-    def __init__(self, generation: Generation[Answer], model: str, body: ChatRequest) -> None:
+    def __init__(self, generation: Generation[ChoiceAnswer], model: str, body: ChatRequest) -> None:
         self.generation = generation
         self.frame = ChunkFrame(
             "chatcmpl-", "chat.completion", "chat.completion.chunk", model, body, generation.service.source.info
@@ -221,7 +221,7 @@ class ChatWriter(EventWriter):
         choices = [self._choice(i, answer) for i, answer in enumerate(self.generation.answers)]
         return self.frame.body(choices, self.generation.totals)
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def _choice(self, index: int, answer: ChoiceAnswer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
         if answer.calls:
             message["content"] = answer.content or None
@@ -242,7 +242,7 @@ class ChatWriter(EventWriter):
         return out if self._ids is None else {**out, "token_ids": self._ids[index]}
 
 
-def _delta(piece: Piece) -> bytes:
+def _delta(piece: AnswerPiece) -> bytes:
     text = sse.quote(piece.text)
     if piece.kind == "content":
         return b'{"content":' + text + b"}"

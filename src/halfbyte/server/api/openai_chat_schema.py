@@ -53,15 +53,15 @@ UserPart = Annotated[TextPart, BeforeValidator(_text_only)]
 SpokenPart = Annotated[SpokenText | RefusalPart, Field(discriminator="type")]
 
 
-class CalledFunction(Strict):
+class ChatCalledFunction(Strict):
     name: str
     arguments: str
 
 
-class ToolCall(Strict):
+class ChatToolCall(Strict):
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: ChatCalledFunction
     index: int | None = None  # left over from a stream
 
 
@@ -71,13 +71,13 @@ class InstructionMessage(Strict):
     name: str | None = None
 
 
-class UserMessage(Strict):
+class ChatUserMessage(Strict):
     role: Literal["user"]
     content: str | Items[UserPart]
     name: str | None = None
 
 
-class AssistantMessage(Strict):
+class ChatAssistantMessage(Strict):
     # What the official client returns is accepted back as it is; these say nothing to the model.
     harmless: ClassVar[dict[str, str]] = {
         "annotations": "citations of hosted tools",
@@ -91,7 +91,7 @@ class AssistantMessage(Strict):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: Items[ToolCall] | None = None
+    tool_calls: Items[ChatToolCall] | None = None
     name: str | None = None
 
 
@@ -102,7 +102,9 @@ class ToolMessage(Strict):
     name: str | None = None
 
 
-ChatMessage = Annotated[InstructionMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+ChatMessage = Annotated[
+    InstructionMessage | ChatUserMessage | ChatAssistantMessage | ToolMessage, Field(discriminator="role")
+]
 
 
 class FunctionDefinition(Strict):
@@ -248,9 +250,9 @@ def to_harmony(messages: list[Any], memory: OwnCalls) -> tuple[str | None, list[
                 out.append(Message.developer(text))
             else:
                 opening.append(text)
-        elif isinstance(m, UserMessage):
+        elif isinstance(m, ChatUserMessage):
             out.append(Message.user(text_of(m.content)))
-        elif isinstance(m, AssistantMessage):
+        elif isinstance(m, ChatAssistantMessage):
             out += _assistant(m, call_names, memory)
         else:
             name = call_names.get(m.tool_call_id)
@@ -282,7 +284,7 @@ def read_opening(body: ChatRequest) -> Opening | None:
         text = "'add_generation_prompt' and 'continue_final_message' exclude each other; send one of them."
         raise bad_request(text, "add_generation_prompt")
     last = body.messages[-1]
-    if not isinstance(last, AssistantMessage) or last.tool_calls:
+    if not isinstance(last, ChatAssistantMessage) or last.tool_calls:
         text = "'continue_final_message' needs an assistant message without tool calls at the end of 'messages'."
         raise bad_request(text, "messages")
     reasoning, content = last.reasoning_content or last.reasoning, text_of(last.content)
@@ -293,7 +295,7 @@ def read_opening(body: ChatRequest) -> Opening | None:
     return Opening([], reasoning or "", is_reasoning=True)
 
 
-def _assistant(m: AssistantMessage, call_names: dict[str, str], memory: OwnCalls) -> list[Message]:
+def _assistant(m: ChatAssistantMessage, call_names: dict[str, str], memory: OwnCalls) -> list[Message]:
     reasoning = m.reasoning_content or m.reasoning
     text = text_of(m.content) or (m.refusal or "")
     calls = m.tool_calls or []

@@ -18,7 +18,7 @@ from halfbyte.engine.request import Constraint, Logprob
 from halfbyte.engine.request import Request as EngineRequest
 from halfbyte.engine.stops import TextStopMatcher
 from halfbyte.model.tokenizer import Detokenizer, Tokenizer
-from halfbyte.server.answer.answer import Piece, Update
+from halfbyte.server.answer.answer import AnswerPiece, Update
 from halfbyte.server.answer.conversation import check_stop_strings
 from halfbyte.server.answer.generate import Generation
 from halfbyte.server.answer.prompt import within_context
@@ -32,7 +32,7 @@ from halfbyte.server.api.openai_chunks import ChunkFrame, error_chunk, finish_js
 from halfbyte.server.api.openai_sampling import completion_sampling
 from halfbyte.server.api.shared_schema import CHAT_HARMLESS, Items, Limit, SamplingFields
 from halfbyte.server.http import sse
-from halfbyte.server.http.admission import Slot
+from halfbyte.server.http.admission import RequestSlot
 from halfbyte.server.http.errors import ApiError, bad_request
 from halfbyte.server.http.json_body import Route
 from halfbyte.server.http.openapi import EVENTS, answers
@@ -98,7 +98,9 @@ def router(service: Service) -> APIRouter:
 # ---- request ------------------------------------------------------------------------------------------------------
 
 
-def generate_text(service: Service, body: CompletionRequest, slot: Slot, *, api: str = API) -> Generation[TextAnswer]:
+def generate_text(
+    service: Service, body: CompletionRequest, slot: RequestSlot, *, api: str = API
+) -> Generation[TextAnswer]:
     """One engine request for each prompt, all at once."""
     stop = check_stop_strings(body.stop)
     most = 16 if body.max_tokens is None else body.max_tokens  # this endpoint's documented default
@@ -209,7 +211,7 @@ class TextReader:
     def _show(self, text: str) -> Update:
         text, self._echo = self._echo + text, ""
         self.done = self._stop.matched is not None
-        return Update(self.index, [Piece("content", text)] if text else [])
+        return Update(self.index, [AnswerPiece("content", text)] if text else [])
 
 
 class TextAnswer:

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from halfbyte.harmony.messages import Message
-from halfbyte.server.answer.answer import Answer
+from halfbyte.server.answer.answer import ChoiceAnswer
 from halfbyte.server.answer.conversation import (
     EFFORTS,
     AnswerFormat,
@@ -30,7 +30,7 @@ from halfbyte.server.api.answer_schemas import DeletedResponse, InputItems, Inpu
 from halfbyte.server.api.openai_chat_schema import JsonObjectFormat, TextFormat
 from halfbyte.server.api.openai_chunks import error_chunk, usage_extensions
 from halfbyte.server.api.openai_responses_events import ItemWriter
-from halfbyte.server.api.openai_responses_history import History
+from halfbyte.server.api.openai_responses_history import ResponseHistory
 from halfbyte.server.api.openai_responses_schema import (
     ResponsesRequest,
     tool_choice_of,
@@ -40,7 +40,7 @@ from halfbyte.server.api.openai_sampling import common_sampling
 from halfbyte.server.api.response_store import ResponseStore, StoredResponse
 from halfbyte.server.api.shared_schema import left_out_header
 from halfbyte.server.http import sse
-from halfbyte.server.http.admission import Slot
+from halfbyte.server.http.admission import RequestSlot
 from halfbyte.server.http.errors import ApiError, bad_request, from_error, is_cancellation
 from halfbyte.server.http.json_body import Route
 from halfbyte.server.http.middleware import owner_of
@@ -62,7 +62,7 @@ def router(service: Service) -> APIRouter:
         owner = owner_of(http)
         earlier = _earlier(store, body, owner)
 
-        def writer(slot: Slot) -> ResponseBodyWriter:
+        def writer(slot: RequestSlot) -> ResponseBodyWriter:
             prompt, history, left_out = _prompt(service, earlier, body, owner)
             generation = generate(service, prompt, slot, streaming=streaming)
             return ResponseBodyWriter(service.settings, store, owner, generation, name, body, history, left_out)
@@ -132,16 +132,16 @@ def _stored(store: ResponseStore, id: str, owner: str, param: str | None = None)
     return response
 
 
-def _earlier(store: ResponseStore, body: ResponsesRequest, owner: str) -> History:
+def _earlier(store: ResponseStore, body: ResponsesRequest, owner: str) -> ResponseHistory:
     """The conversation that a request continues."""
     if body.previous_response_id is None:
-        return History()
+        return ResponseHistory()
     return _stored(store, body.previous_response_id, owner, "previous_response_id").history
 
 
 def _prompt(
-    service: Service, earlier: History, body: ResponsesRequest, owner: str
-) -> tuple[Prompt, History, list[str]]:
+    service: Service, earlier: ResponseHistory, body: ResponsesRequest, owner: str
+) -> tuple[Prompt, ResponseHistory, list[str]]:
     """The prompt, the conversation it is part of, and the types of the tools that were left out of it."""
     history = earlier.copy()
     history.add_tools(body.input)
@@ -191,10 +191,10 @@ class ResponseBodyWriter(EventWriter):
         settings: ServerSettings,
         store: ResponseStore,
         owner: str,
-        generation: Generation[Answer],
+        generation: Generation[ChoiceAnswer],
         model: str,
         body: ResponsesRequest,
-        history: History,
+        history: ResponseHistory,
         left_out: list[str],
     ) -> None:
         self.settings = settings

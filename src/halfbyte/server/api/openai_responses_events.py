@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from halfbyte.harmony.messages import FUNCTIONS
-from halfbyte.server.answer.answer import Answer, Call, Item, Piece, TokenLogprob
+from halfbyte.server.answer.answer import AnswerItem, AnswerPiece, Call, ChoiceAnswer, TokenLogprob
 from halfbyte.server.answer.tools import arguments_object, custom_input
 from halfbyte.server.api.carried_reasoning import encode_reasoning
 from halfbyte.server.api.openai_chunks import finite
@@ -18,7 +18,7 @@ from halfbyte.server.http import sse
 class ItemWriter:
     """Feed it pieces in order; `output` grows, and each call returns the events as bytes."""
 
-    def __init__(self, answer: Answer, *, carry_reasoning: bool, logprobs: bool) -> None:
+    def __init__(self, answer: ChoiceAnswer, *, carry_reasoning: bool, logprobs: bool) -> None:
         self.answer = answer
         self.carry_reasoning = carry_reasoning
         self.logprobs = logprobs
@@ -48,7 +48,7 @@ class ItemWriter:
 
     # ---- pieces -------------------------------------------------------------------------------
 
-    def add(self, piece: Piece) -> bytes:
+    def add(self, piece: AnswerPiece) -> bytes:
         out = b""
         if piece.item != self._current:
             out += self.close() + self._open(piece)
@@ -64,7 +64,7 @@ class ItemWriter:
             return out  # what the client wants is inside JSON; it is sent whole when it is complete
         return out + self._delta(b"response.function_call_arguments.delta", piece.text)
 
-    def _open(self, piece: Piece) -> bytes:
+    def _open(self, piece: AnswerPiece) -> bytes:
         self._current = piece.item
         item = self.answer.items[piece.item]
         index = len(self.output)
@@ -116,14 +116,14 @@ class ItemWriter:
 
     # ---- bodies -------------------------------------------------------------------------------
 
-    def _part(self, item: Item, *, empty: bool = False) -> dict[str, Any]:
+    def _part(self, item: AnswerItem, *, empty: bool = False) -> dict[str, Any]:
         text = "" if empty else item.text
         if item.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         entries = [_entry(lp) for lp in item.logprobs] if self.logprobs and not empty else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 
-    def _body(self, item: Item, status: str, *, id: str | None = None, empty: bool = False) -> dict[str, Any]:
+    def _body(self, item: AnswerItem, status: str, *, id: str | None = None, empty: bool = False) -> dict[str, Any]:
         parts = [] if empty else [self._part(item)]
         if item.kind == "reasoning":
             body: dict[str, Any] = {"type": "reasoning", "id": id or sse.new_id("rs_"), "summary": []}

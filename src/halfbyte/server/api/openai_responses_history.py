@@ -33,7 +33,7 @@ from halfbyte.server.http.errors import bad_request
 
 
 @dataclass
-class History:
+class ResponseHistory:
     """A conversation in the making: opening instructions, messages, and which call each id was."""
 
     opening: list[str] = field(default_factory=list)
@@ -46,8 +46,8 @@ class History:
         """How many characters it has, or so."""
         return sum(map(len, self.opening)) + sum(len(m.text) for m in self.messages)
 
-    def copy(self) -> History:
-        return History(list(self.opening), list(self.messages), dict(self.calls), list(self.tools))
+    def copy(self) -> ResponseHistory:
+        return ResponseHistory(list(self.opening), list(self.messages), dict(self.calls), list(self.tools))
 
     def add_tools(self, items: str | list[Any] | None) -> None:
         """Adds the tools that the input brings; call it before anything else in the input is read."""

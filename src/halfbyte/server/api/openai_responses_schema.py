@@ -23,6 +23,7 @@ from halfbyte.server.api.shared_schema import (
     Limit,
     Messages,
     OpenAISamplerFields,
+    RefusalPart,
     Strict,
     Table,
     Verbosity,
@@ -134,24 +135,19 @@ class InputText(Strict):
     text: str
 
 
-class Refusal(Strict):
-    type: Literal["refusal"]
-    refusal: str
-
-
 def _text_only(value: Any) -> Any:
     if isinstance(value, dict) and value.get("type") in ("input_image", "input_file", "input_audio", "image", "file"):
         raise ValueError(f"gpt-oss reads text only, and this part is of type {value['type']!r}")
     return value
 
 
-Part = Annotated[Annotated[InputText | Refusal, Field(discriminator="type")], BeforeValidator(_text_only)]
+Part = Annotated[Annotated[InputText | RefusalPart, Field(discriminator="type")], BeforeValidator(_text_only)]
 
 
 def text_of(content: str | list[Any] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(p.refusal if isinstance(p, Refusal) else p.text for p in content)
+    return "".join(p.refusal if isinstance(p, RefusalPart) else p.text for p in content)
 
 
 _ITEMS = (
@@ -284,16 +280,16 @@ InputItem = Annotated[
 ]
 
 
-class NamedTool(Strict):
+class ResponsesNamedTool(Strict):
     type: Literal["function", "custom"]
     name: str
     namespace: str | None = None
 
 
-class AllowedTools(Strict):
+class ResponsesAllowedTools(Strict):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Items[NamedTool]
+    tools: Items[ResponsesNamedTool]
 
 
 class FunctionChoice(Strict):
@@ -308,7 +304,7 @@ class CustomChoice(Strict):
     namespace: str | None = None
 
 
-NamedChoice = Annotated[FunctionChoice | CustomChoice | AllowedTools, Field(discriminator="type")]
+NamedChoice = Annotated[FunctionChoice | CustomChoice | ResponsesAllowedTools, Field(discriminator="type")]
 
 # ---- the body -----------------------------------------------------------------------------------------------------
 
@@ -417,10 +413,10 @@ def tool_choice_of(body: ResponsesRequest, tools: Toolbox) -> ToolChoice:
     choice = body.tool_choice
     if choice is None or isinstance(choice, str):
         return check_choice(ToolChoice(choice or "auto"), tools)
-    if isinstance(choice, AllowedTools):
+    if isinstance(choice, ResponsesAllowedTools):
         return check_choice(ToolChoice(choice.mode, tuple(_recipient(tools, t) for t in choice.tools)), tools)
     return ToolChoice("required", (_recipient(tools, choice),))
 
 
-def _recipient(tools: Toolbox, tool: NamedTool | FunctionChoice | CustomChoice) -> str:
+def _recipient(tools: Toolbox, tool: ResponsesNamedTool | FunctionChoice | CustomChoice) -> str:
     return tools.require(tool.name, "tool_choice", tool.namespace).recipient

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfbyte.byte_cache import ByteCache
-from halfbyte.server.api.openai_responses_history import History
+from halfbyte.server.api.openai_responses_history import ResponseHistory
 
 
 @dataclass(frozen=True)
 class StoredResponse:
     body: dict[str, Any]  # the response as it was answered
-    history: History  # the conversation up to and including it
+    history: ResponseHistory  # the conversation up to and including it
     input_items: list[dict[str, Any]]
     size: int
     owner: str  # whose key it was made with

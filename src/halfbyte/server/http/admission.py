@@ -22,7 +22,7 @@ from halfbyte.server.watchdog import Watchdog
 log = logging.getLogger("halfbyte.server")
 
 
-class Slot:
+class RequestSlot:
     """One request's place. It is free again as soon as the engine has done its part, so that a client which has read
     the end of its answer finds room for the next; whoever took it releases it in any case."""
 
@@ -74,14 +74,14 @@ class Admission:
             text = f"{self.active} requests are running or waiting, which is the most this server takes at once."
             self._refuse("queue", 429, text, 1 + self.active / 64)
 
-    def take_slot(self, client: str) -> Slot:
+    def take_slot(self, client: str) -> RequestSlot:
         """A place for one request with one sequence, or the refusal."""
         self.check()
         self._take_sequences(client, 1)
         self.active += 1
         self.metrics.active.set(self.active)
         self._idle.clear()
-        return Slot(self, client)
+        return RequestSlot(self, client)
 
     def hold(self, client: str, sequences: int, more: int, param: str) -> None:
         """Count `more` sequences of a request that has `sequences` in all, or raise the refusal."""

@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from halfbyte.server.http import sse
-from halfbyte.server.http.admission import Admission, Slot
+from halfbyte.server.http.admission import Admission, RequestSlot
 from halfbyte.server.http.connection import ClientGone, auto_close, while_connected, with_first
 from halfbyte.server.http.errors import ApiError, from_error, is_cancellation
 from halfbyte.server.http.event_stream import EventStream
@@ -57,7 +57,7 @@ async def respond(
     http: Request,
     admission: Admission,
     settings: ServerSettings,
-    make_writer: Callable[[Slot], ResponseWriter],
+    make_writer: Callable[[RequestSlot], ResponseWriter],
     *,
     streaming: bool,
     more_bytes: int = 0,
