@@ -65,8 +65,8 @@ class Residency:
         number = int(self._budget / COST)
         if number == 0 or self.resident.all() or not self.resident.any():
             return []
-        flat, held = self.counts.reshape(-1), self.resident.reshape(-1)
-        inside, outside = np.flatnonzero(held), np.flatnonzero(~held)
+        flat, mask = self.counts.reshape(-1), self.resident.reshape(-1)
+        inside, outside = np.flatnonzero(mask), np.flatnonzero(~mask)
         number = min(number, len(inside), len(outside))
         hot = outside[np.argsort(-flat[outside], kind="stable")[:number]]
         cold = inside[np.argsort(flat[inside], kind="stable")[:number]]
