@@ -46,7 +46,7 @@ class Residency:
 
     @classmethod
     def by_layers(cls, layers: int, experts: int, host_layers: int) -> Residency:
-        """As the loader places them: those of the first layers are in host memory."""
+        """The start, as the loader leaves it: the experts of the first layers are in host memory."""
         return cls(np.repeat(np.arange(layers) >= host_layers, experts).reshape(layers, experts))
 
     def count(self, uses: NDArray[np.integer], tokens: int) -> None:
