@@ -25,7 +25,7 @@ SHARE = 0.05  # of the host's bandwidth, for exchanges
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExpertExchange:
     """Places are (layer, expert)."""
 
     promoted: tuple[int, int]
@@ -60,7 +60,7 @@ class Residency:
         # What host memory gives to exchanges is a share of what it gives in all; unused budget does not pile up.
         self._budget = min(self._budget + SHARE / (1 - SHARE) * float(missed.sum()), 16 * COST)
 
-    def exchanges_due(self) -> list[Exchange]:
+    def exchanges_due(self) -> list[ExpertExchange]:
         """The exchanges that pay and that the budget allows, best first. The caller says `settle` when one is done."""
         number = int(self._budget / COST)
         if number == 0 or self.resident.all() or not self.resident.any():
@@ -76,10 +76,10 @@ class Residency:
             chance = DEVIATIONS * np.sqrt(flat[above] + flat[below])
             if gain <= max(chance, COST * self._tokens / WINDOW):
                 break
-            due.append(Exchange(divmod(int(above), experts), divmod(int(below), experts)))
+            due.append(ExpertExchange(divmod(int(above), experts), divmod(int(below), experts)))
         return due
 
-    def settle(self, exchange: Exchange) -> None:
+    def settle(self, exchange: ExpertExchange) -> None:
         """An exchange is done: the two experts have changed places."""
         assert self.resident[exchange.demoted], "leaves a memory that it is in"
         assert not self.resident[exchange.promoted], "comes to a memory that it is not in"
