@@ -145,11 +145,11 @@ def test_only_offered_functions_are_called(engine: Engine) -> None:
     assert {call.name for call in answer.tool_calls} == {"book_table"}
 
 
-def test_a_call_without_tools_is_text() -> None:
+def test_a_call_of_a_function_that_was_not_offered_is_text() -> None:
     tokenizer = Tokenizer.gpt_oss()
     ids = render_message(tokenizer, Message.call("look", '{"q": 1}'))[2:]
-    for tools, text, calls in ((False, '{"q": 1}', 0), (True, "", 1)):
-        reader = AnswerReader(tokenizer, tools=tools)
+    for functions, text, calls in (((), '{"q": 1}', 0), (("other",), '{"q": 1}', 0), (("other", "look"), "", 1)):
+        reader = AnswerReader(tokenizer, functions=functions)
         for token in ids[:-1]:
             reader.read(Delta([token]))
         reader.read(Delta(ids[-1:], finish="stop"))

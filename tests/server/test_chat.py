@@ -529,6 +529,36 @@ def test_a_call_is_bound_to_the_offer_unless_switched_off(serve: Serve, bound: b
             assert any(ids[-len(trigger) :] == trigger for trigger in first.triggers), header
 
 
+@pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary functions.get_whatever<|message|>",
+        "<|channel|>commentary <|constrain|>functions.get_whatever<|message|>",
+        "<|channel|>commentary to= functions.get_whatever<|message|>",
+        "<|channel|>commentary to=functions.get_whatever json",
+    ],
+)
+def test_a_malformed_header_calls_nothing_that_was_not_offered(
+    serve: Serve, header: str, stream: bool, bound: bool
+) -> None:
+    """The grammar sleeps in such a header. What the model wrote is shown, since nobody could answer the call."""
+    live = serve(
+        ScriptedSource(always(header + '{"a": 1}<|call|>')), ServerSettings(min_available_bytes=0, bind_tools=bound)
+    )
+    if stream:
+        deltas = [c.choices[0].delta for c in ask(live, tools=[WEATHER], stream=True)]
+        names = [call.function.name for d in deltas for call in d.tool_calls or [] if call.function.name]
+        text = "".join(d.content or "" for d in deltas)
+    else:
+        (choice,) = ask(live, tools=[WEATHER]).choices
+        names = [call.function.name for call in choice.message.tool_calls or []]
+        text = choice.message.content or ""
+        assert choice.finish_reason == ("stop" if bound else "tool_calls")
+    assert (names, text) == (([], '{"a": 1}') if bound else (["get_whatever"], ""))
+
+
 def test_a_call_is_an_answer_where_json_was_asked_for(serve: Serve) -> None:
     plays = (
         "<|channel|>analysis<|message|>",

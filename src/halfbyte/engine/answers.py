@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -81,13 +81,13 @@ class Answer:
 
 
 class AnswerReader:
-    """Deltas in, pieces out. Without tools a call is text: there is no function that it could mean.
+    """Deltas in, pieces out. A call of a function that was not offered is text: nobody could answer it.
 
     A stop string ends the answer where its text has it; reasoning and calls may have it."""
 
-    def __init__(self, vocabulary: Vocabulary, *, tools: bool, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, functions: Collection[str] = (), stop: tuple[str, ...] = ()) -> None:
         self._parser = Parser(vocabulary)
-        self._tools = tools
+        self._functions = functions
         self._stop = TextStopMatcher(stop)
         self._usage = Usage()
         self._cut = False
@@ -132,10 +132,10 @@ class AnswerReader:
         return pieces
 
     def _pieces(self, event: Event) -> Iterator[Piece]:
-        if event.header.kind == "call" and self._tools:
+        name = (event.header.recipient or "").removeprefix(f"{FUNCTIONS}.")
+        if event.header.kind == "call" and name in self._functions:
             self._arguments += event.text
             if event.type == "end":
-                name = (event.header.recipient or "").removeprefix(f"{FUNCTIONS}.")
                 call = ToolCall(f"call_{secrets.token_hex(12)}", name, self._arguments)
                 self._arguments = ""
                 self._calls.append(call)

@@ -280,7 +280,7 @@ class Engine:
         offered = offered_recipient(self.tokenizer, recipients) if called else None
         request = self._request(prompt, sampling, offered, limit)
         request.sampling = replace(request.sampling, stop=())  # matched in the answer's text, not in the reasoning
-        return request, AnswerReader(self.tokenizer, tools=called, stop=sampling.stop)
+        return request, AnswerReader(self.tokenizer, functions={f.name for f in functions}, stop=sampling.stop)
 
     def reasoning_limit(self, tokens: int, *, tools: bool = False) -> ReasoningLimit:
         """A limit for `iterate` and `stream`, for prompts in the chat format. With `tools` a call may follow the

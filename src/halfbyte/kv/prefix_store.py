@@ -493,8 +493,8 @@ class PrefixStore:
                             self._report(again, e)
                             continue
                     intact += 1
-                if again.read != again.size:
-                    raise DamagedSegmentError(f"it is cut off at byte {again.read}")
+                if again.layout is None or again.read != again.size:
+                    raise DamagedSegmentError(f"it is cut off at byte {again.size}")
             except (DamagedSegmentError, OSError) as e:
                 self._report(again, e)
         return intact, self._damaged - before

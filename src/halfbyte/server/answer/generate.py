@@ -165,7 +165,8 @@ def generate(service: Service, prompt: Prompt, slot: RequestSlot, *, streaming: 
     """The answers to a conversation, not yet begun: the first batch asked for starts the engine."""
     service.log_prompt(prompt.tokens)
     slot.hold(prompt.sampling.n)
-    readers = [ChoiceReader(service.harmony, prompt, i) for i in range(prompt.sampling.n)]
+    bound = service.settings.bind_tools
+    readers = [ChoiceReader(service.harmony, prompt, i, bound=bound) for i in range(prompt.sampling.n)]
     return Generation(
         service,
         prompt.conversation.api,

@@ -18,13 +18,14 @@ from halfbyte.server.answer.prompt import Prompt
 
 
 class ChoiceReader:
-    def __init__(self, harmony: HarmonyTokens, prompt: Prompt, index: int) -> None:
+    def __init__(self, harmony: HarmonyTokens, prompt: Prompt, index: int, *, bound: bool) -> None:
         self.index = index
         self.done = False  # nothing the model still says can matter
         self.called = False  # the last message ended with <|call|>
         self.answered = False  # a JSON answer was owed, and has begun
         self._harmony = harmony
         self._tools = prompt.tools
+        self._bound = bound  # only offered functions may be called
         self._parallel_calls = prompt.conversation.parallel_calls
         self._parser = Parser(harmony.tokenizer, prefix=prompt.prefill)
         self._stop = TextStopMatcher(prompt.conversation.stop_strings)
@@ -146,14 +147,20 @@ class ChoiceReader:
         for event in events:
             if self.done:
                 return
-            self.called = event.end == "call"
+            self.called = event.end == "call" and self._may_call(event.header)
             if event.type == "delta":
                 self._delta(event)
             elif event.type == "end":
                 self._message_end(event)
-            elif event.header.kind == "call" and self._tools:
-                # Without tools there is nobody to call, so what the model wrote is shown as it comes.
+            elif event.header.kind == "call" and self._may_call(event.header):
                 self._begin_call(event)
+
+    def _may_call(self, header: MessageHeader) -> bool:
+        """If not, there is nobody to call, and what the model wrote is shown as it comes. The grammar of recipients
+        sleeps in a malformed header, so a name that was not offered can still be read."""
+        if not self._bound:
+            return bool(self._tools)
+        return header.recipient is None or self._tools.offered(header.recipient) is not None
 
     def _begin(self, event: Event, item: AnswerItem) -> int:
         number = self._item_count

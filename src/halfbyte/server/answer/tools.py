@@ -108,15 +108,18 @@ class Toolbox:
             for name, members in by_namespace.items()
         )
 
-    def find(self, recipient: str) -> Function:
-        """What the model meant. A name it made up is passed on as it is: the caller answers that there is no such
-        tool, and the model learns; hiding the call would lose it."""
+    def offered(self, recipient: str) -> Function | None:
+        """The function that the model meant; None if it was not offered."""
         function = self._by_recipient.get(recipient) or self._by_name.get(recipient)
         if function is None:
             # "functions.multi_agent_v1.close_agent", "functions/get_weather": models decorate.
             last = re.split(r"[/:]", recipient.removeprefix(f"{FUNCTIONS}."))[-1]
             function = self._by_recipient.get(last) or self._by_name.get(last)
-        return function or Function(recipient.removeprefix(f"{FUNCTIONS}.") or "unknown")
+        return function
+
+    def find(self, recipient: str) -> Function:
+        """The function that the model meant. A name that was not offered is passed on as it is."""
+        return self.offered(recipient) or Function(recipient.removeprefix(f"{FUNCTIONS}.") or "unknown")
 
     def by_name(self, name: str, namespace: str | None = None) -> Function | None:
         if namespace is not None:
