@@ -327,11 +327,12 @@ def test_no_help_is_longer_than_a_screen(run: Run, command: str, monkeypatch: py
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_question_where_the_model_should_be(run: Run) -> None:
+@pytest.mark.parametrize(("command", "instead"), [("run", "run tiny"), ("generate", "generate --prompt")])
+def test_a_question_where_the_model_should_be(run: Run, command: str, instead: str) -> None:
     """It is told what to write, without waiting for more."""
-    code, _, err = run("run", "What is 17 + 25?")
+    code, _, err = run(command, "What is 17 + 25?")
     assert code == 2
-    assert "halfbyte run tiny 'What is 17 + 25?'" in " ".join(err.split())
+    assert f"halfbyte {instead} 'What is 17 + 25?'" in " ".join(err.split())
 
 
 def test_one_line_says_what_runs_in_plain_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,8 @@ def test_limits_and_temperature(engine: Engine) -> None:
     assert len(own.tokens) == 3
     with pytest.raises(RequestError, match="temperature"):
         engine.chat(QUESTION, temperature=-1.0)
+    with pytest.raises(RequestError, match=r"max_tokens is -1; ask for at least 1, or for prompt_logprobs\.$"):
+        engine.chat(QUESTION, max_tokens=-1)
 
 
 def test_a_stream_adds_up_to_the_answer(engine: Engine) -> None:

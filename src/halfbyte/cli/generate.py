@@ -18,6 +18,7 @@ from halfbyte.cli.options import (
     open_engine,
     out,
     print_json,
+    refuse_question,
     with_gates,
     with_record,
 )
@@ -56,6 +57,8 @@ def generate(
     from halfbyte.harmony.render import render_prompt
     from halfbyte.model.tokenizer import Detokenizer
 
+    if prompt is None:
+        refuse_question(model, "generate --prompt")
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
         raise UsageError("the prompt is empty; give --prompt or write it to standard input.")

@@ -10,11 +10,13 @@ import functools
 import inspect
 import json
 import math
+import shlex
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -47,6 +49,17 @@ def model_argument(metavar: str, help: str) -> Any:
     return typer.Argument(
         metavar=metavar, help=help, show_default=False, callback=pull_if_missing, autocompletion=model_names
     )
+
+
+def refuse_question(model: str | None, command: str) -> None:
+    """Refuse a question that stands where a model should. `command` is what stands before the question if it is put
+    to the embedded model."""
+    if model is not None and " " in model and not Path(model).exists():
+        question = shlex.quote(model)
+        raise UsageError(
+            f"{question:.60} is no model; write one before the question: `halfbyte {command} {question}` asks the "
+            "embedded one."
+        )
 
 
 def pull_if_missing(ctx: typer.Context, text: str | None) -> str | None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from halfbyte.cli.chat import Chat
 from halfbyte.cli.conversation import PREFIX_OPTIONS, EngineChoice, Manner, Reasoning, open_answers
-from halfbyte.cli.options import MODEL, model_argument, out, with_gates, with_record
+from halfbyte.cli.options import MODEL, model_argument, out, refuse_question, with_gates, with_record
 from halfbyte.engine.options import EngineOptions
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
@@ -41,12 +39,8 @@ def run(
     """Ask a model one thing, or talk to it if nothing is asked."""
     from halfbyte.cli.screen import show
 
-    if " " in model and not prompt and not Path(model).exists():
-        question = shlex.quote(model)
-        raise UsageError(
-            f"{question:.60} is no model; write one before the question: `halfbyte run tiny {question}` asks the "
-            "embedded one."
-        )
+    if not prompt:
+        refuse_question(model, "run tiny")
     parts = [" ".join(prompt)] if prompt else []
     if not sys.stdin.isatty():
         parts += [text] if (text := sys.stdin.read()).strip() else []

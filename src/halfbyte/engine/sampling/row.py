@@ -24,7 +24,7 @@ def check_params(params: SamplingParams, vocab: int) -> None:
             problems.append(f"{name} is {value}; it must be {setting.range}")
     if params.max_tokens is not None and params.max_tokens < (1 if params.prompt_logprobs is None else 0):
         problems.append(f"max_tokens is {params.max_tokens}; ask for at least 1, or for prompt_logprobs")
-    if params.min_tokens < 0 or (params.max_tokens is not None and params.min_tokens > params.max_tokens):
+    elif params.min_tokens < 0 or (params.max_tokens is not None and params.min_tokens > params.max_tokens):
         problems.append(f"min_tokens is {params.min_tokens}, not between 0 and max_tokens")
     if params.n < 1:
         problems.append(f"n is {params.n}; ask for at least 1")
