@@ -136,6 +136,14 @@ class Check:
     bound: float | None = None
     note: str = ""
 
+    @property
+    def sentence(self) -> str:
+        """A failed check for people: what was found, its bound and the note."""
+        bound = "" if self.bound is None else f" (bound {self.bound:.6g})"
+        found = "" if self.value is None else f"{self.value:.6g}{bound}"
+        reason = "; ".join(part for part in (found, self.note) if part)
+        return f"{self.what} failed" + (f": {reason}" if reason else "")
+
 
 def worst_check(checks: Iterable[Check]) -> Check | None:
     """The failed check that is furthest from its bound; the first one where none has a bound."""

@@ -76,7 +76,7 @@ FOUND = (
     ("leaves children", 0, "1", "FAIL", "no process is left failed"),
     ("wrong kernel", 0, "1.5", "INVALID", "must not be seen: Using marlin"),
     ("rambles", 0, "2", "FAIL", "mean length"),
-    ("truncates", 0, "2", "FAIL", "as many tokens as asked for failed"),
+    ("truncates", 0, "2", "FAIL", "as many tokens as asked for"),
     ("nan logprobs", 0, "2", "FAIL", "no NaN or infinity"),
     ("no determinism", 0, "2", "FAIL", "the same seed gives the same tokens"),
     ("crash in request", 8, "3", "FAIL", "outside of its memory"),

@@ -167,7 +167,7 @@ class Measurement:
             return [self.failed]
         engine, subject = self.engine, self.subject
         checks, evidence = path_checks(subject, engine, self.gates)
-        bad = [f"{c.what} failed: {c.note or c.value}" for c in self.seen if not c.ok]
+        bad = [c.sentence for c in self.seen if not c.ok]
         record = (evidence.record or {}).get("record")
         results = [replace(r, record=record, detail={**r.detail, **self.facts(r, evidence)}) for r in self.timed]
         if ceilings := self.ceilings():

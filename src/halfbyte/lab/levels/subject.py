@@ -101,8 +101,7 @@ class Subject:
         wrong = worst_check(checks)
         if wrong is None:
             return Result(cell, tuple(figures), tuple(checks), record=record, detail=detail or {})
-        reason = wrong.note or ("" if wrong.value is None else f"{wrong.value:.6g}")
-        error = engine.failure(f"{cell.kind}: {wrong.what} failed{f': {reason}' if reason else ''}")
+        error = engine.failure(f"{cell.kind}: {wrong.sentence}")
         return replace(self.failed(cell, engine, error, checks, detail), record=record)
 
     def failed(

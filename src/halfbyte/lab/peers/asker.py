@@ -87,8 +87,12 @@ class Asker:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self.last: deque[PastRequest] = deque(maxlen=KEPT)
         self._native = dialect == "llama.cpp"
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # an engine may die between two
-        self._http = httpx.Client(base_url=self.url, timeout=timeout_s, limits=limits, trust_env=False)
+        # One connection a request: an engine may die between two. The header closes them, and not a limit of idle ones:
+        # with that limit a thread may take up a connection that another thread's pool is closing.
+        self._http = httpx.Client(
+            base_url=self.url, timeout=timeout_s, limits=httpx.Limits(max_connections=None),
+            headers={"Connection": "close"}, trust_env=False,
+        )  # fmt: skip
         self._model = ""
 
     def close(self) -> None:
