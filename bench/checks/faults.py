@@ -61,7 +61,7 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     "a page is given back early": ("log probabilities", "scored again"),
     "prefix hashes are not chained": ("scored again as prompts",),
     "positions of the second chunk are off by one": ("log probabilities of long prompts",),
-    "tokens are swapped among more than 8 streams": ("16 at once without log probabilities answer as alone",),
+    "tokens are swapped among more than 8 streams": ("at once without log probabilities answer as alone",),
     "top_p is ignored": ("sampling by its distribution: top_p",),
     "top_k is ignored": ("sampling by its distribution: top_k",),
     "min_p is ignored": ("sampling by its distribution: min_p",),
@@ -147,7 +147,7 @@ def expected_verdict(fault: str) -> str:
 def has_reason(fault: str, outcome: Outcome) -> bool:
     """Whether a level found the fault by the check that is meant to find it."""
     failed = [c.what for r in outcome.results for c in r.checks if not c.ok] + outcome.reasons
-    return any(reason in what for reason in REASONS[fault] for what in failed)
+    return any(reason in sentence for reason in REASONS[fault] for sentence in failed)
 
 
 def measure(cell: Cell, fault: str) -> Result:

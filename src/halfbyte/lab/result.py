@@ -140,8 +140,8 @@ class Check:
     def sentence(self) -> str:
         """A failed check for people: what was found, its bound and the note."""
         bound = "" if self.bound is None else f" (bound {self.bound:.6g})"
-        found = "" if self.value is None else f"{self.value:.6g}{bound}"
-        reason = "; ".join(part for part in (found, self.note) if part)
+        figures = "" if self.value is None else f"{self.value:.6g}{bound}"
+        reason = "; ".join(part for part in (figures, self.note) if part)
         return f"{self.what} failed" + (f": {reason}" if reason else "")
 
 

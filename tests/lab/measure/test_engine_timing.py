@@ -14,7 +14,7 @@ from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.runner import StepResult
 from halfbyte.errors import InvalidFigureError, UsageError
 from halfbyte.lab.measure import engine_timing
-from halfbyte.lab.measure.engine_timing import Answer, CoreClient, Work, all_work, measure_engine, time_work
+from halfbyte.lab.measure.engine_timing import ATTEMPTS, Answer, CoreClient, Work, all_work, measure_engine, time_work
 from halfbyte.lab.measure.rounds import Measured, Runs
 from halfbyte.lab.result import Cell, Check
 from halfbyte.model import load
@@ -114,9 +114,9 @@ def test_a_client_that_slept_is_asked_again_and_not_for_ever() -> None:
             pace = 0.0 if self.times >= 0 else 1.0
             return [Answer([(pace * i, 1) for i in range(tokens)], [7] * tokens) for _ in prompts]
 
-    assert time_work(Sleepy(2), Work(tokens=8), 1000, repeats=1).rates == [1.0]  # type: ignore[arg-type]
+    assert time_work(Sleepy(ATTEMPTS - 1), Work(tokens=8), 1000, repeats=1).rates == [1.0]  # type: ignore[arg-type]
     with pytest.raises(InvalidFigureError, match="the tokens came at once"):
-        time_work(Sleepy(3), Work(tokens=8), 1000, repeats=1)  # type: ignore[arg-type]
+        time_work(Sleepy(ATTEMPTS), Work(tokens=8), 1000, repeats=1)  # type: ignore[arg-type]
 
 
 def test_a_request_that_ends_early_is_no_figure() -> None:

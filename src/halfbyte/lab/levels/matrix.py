@@ -40,7 +40,7 @@ Known = tuple[Sequence[int], ReferenceAnswer]  # a prompt, and what the referenc
 CROSSED = ("moe_kernel", "linear_kernel", "activation", "layers", "tile", "attention", "sinks", "kv_dtype", "speculate",
            "graphs")  # fmt: skip
 LAYERS = ("checkpoint", "q8", "mxfp4", "qkv=q8,o=q8,lm_head=q8")
-SHORT = Works(prompts=(128,), tokens=(16,), repeats=1)
+SHORT = Works(prompts=(128,), tokens=(32,), repeats=1)
 ANSWERS = 1  # of the reference, in every cell
 SIDE_BY_SIDE = 4  # engines that are started together, at most
 THREADS = "OMP_NUM_THREADS"  # of torch, of halfbyte's CPU kernels and of most other engines

@@ -266,13 +266,12 @@ def decode_checks(subject: Subject, asker: Asker) -> list[Check]:
     for count in TOGETHER_COUNTS:
         subject.progress(f"correctness: {count} requests at once")
         checks.append(together_check(asker, questions, alone, count, bound))
-        check = together_check(asker, plain, alone, count, bound)
-        checks.append(replace(check, what=f"{count} at once without log probabilities answer as alone"))
+        checks.append(together_check(asker, plain, alone, count, bound, "without log probabilities "))
     return checks
 
 
 def together_check(
-    asker: Asker, questions: Sequence[Question], alone: Sequence[Reply], count: int, bound: float
+    asker: Asker, questions: Sequence[Question], alone: Sequence[Reply], count: int, bound: float, condition: str = ""
 ) -> Check:
     """So many requests at once against the same ones alone, up to the first token that differs."""
     many = [questions[i % len(questions)] for i in range(count)]
@@ -282,31 +281,31 @@ def together_check(
     allowed = 1 + count // 32  # a router's near tie decides an answer now and then
     ok = len(wrong) <= allowed and all(d.nats <= TIED * bound for d in wrong)
     note = "; ".join(d.text for d in wrong[:2])
-    return Check(f"{count} at once answer as alone", ok, len(wrong), allowed, note)
+    return Check(f"{count} at once {condition}answer as alone", ok, len(wrong), allowed, note)
 
 
 @dataclass(frozen=True)
-class Difference:
+class AnswerDifference:
     """How two greedy answers differ first."""
 
     nats: float
     text: str
 
 
-def difference(alone: Reply, other: Reply, bound: float) -> Difference | None:
+def difference(alone: Reply, other: Reply, bound: float) -> AnswerDifference | None:
     """Where two greedy answers differ by more than `bound` nats; `other` may have no log probabilities."""
     off = []
     for at, (a, b) in enumerate(zip(alone.tokens or (), other.tokens or ())):
         if a != b:
             margin = margin_of(alone.top[at])
             if margin > bound:
-                return Difference(margin, f"token {at} differs, where the margin was {margin:.2f} nats")
+                return AnswerDifference(margin, f"token {at} differs, where the margin was {margin:.2f} nats")
             break
         if other.logprobs:
             off.append(abs(alone.logprobs[at] - other.logprobs[at]))
     mean = statistics.fmean(off or [0.0])
     if mean > bound:
-        return Difference(mean, f"log probabilities differ by {mean:.2f} nats a token")
+        return AnswerDifference(mean, f"log probabilities differ by {mean:.2f} nats a token")
     return None
 
 
@@ -339,7 +338,7 @@ def preemption_check(subject: Subject) -> Check | None:
     questions = [Question([*p, i % 50 + 5], tokens=PREEMPTED, logprobs=2, exactly=True) for i, p in enumerate(prompts)]
     with small.process("too few pages") as engine:
         alone = _replies(engine.asker, questions, 1)
-        check = together_check(engine.asker, questions, alone, 64, 2 * bound_of(subject))
+        check = together_check(engine.asker, questions, alone, 64, 2 * bound_of(subject), "with preemptions ")
         count = engine.asker.metric("halfbyte_preemptions")
     note = f"{count:.0f} preemptions; {check.note}" if count else f"no request was preempted; {check.note}"
-    return replace(check, what="64 at once with preemptions answer as alone", ok=check.ok and count > 0, note=note)
+    return replace(check, ok=check.ok and count > 0, note=note)

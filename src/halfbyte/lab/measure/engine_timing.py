@@ -44,7 +44,7 @@ from halfbyte.plan.activations import Activations
 from halfbyte.roofline import Gpu
 
 SHORTEST_S = 5e-4  # that tokens come in: less is a client that was not there when they came
-ATTEMPTS = 3  # of a busy machine's client to be there
+ATTEMPTS = 6  # of a busy machine's client to be there
 BURST = 1.5  # times the speed of the whole answer that the speed of its decode may be, prompt left out
 HICCUP_S = 0.02  # seconds that a busy machine may cost
 HIDDEN = 0.5  # times the rest of an answer that its first token may take before a longer answer is asked for
