@@ -35,11 +35,11 @@ from bench.vllm import dummy_model, spread, trace
 from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.gates import PRESETS, Gates, inherited, parse
 from halfbyte.lab import environment, receipts
-from halfbyte.lab.levels.benchmark import Measurement, answer_problem
+from halfbyte.lab.levels.benchmark import EngineMeasurement, answer_problem
 from halfbyte.lab.levels.scores import OTHER_ENGINE
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.levels.targets import targets_for
-from halfbyte.lab.measure.engine_timing import Work, measure_client, random_prompts
+from halfbyte.lab.measure.engine_timing import TimedWork, measure_client, random_prompts
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.traffic import WAS_WARM, sessions_of
 from halfbyte.lab.options import WorkloadOptions
@@ -116,10 +116,10 @@ class Leaderboard:
 
         return [ClosedLoop(n, rounds(n) * n) for n in self.streams]
 
-    def works(self) -> list[Work]:
+    def works(self) -> list[TimedWork]:
         if not self.depth:
             return []
-        return [Work(prompt=self.depth, depth=self.depth), Work(tokens=self.decode, depth=self.depth)]
+        return [TimedWork(prompt=self.depth, depth=self.depth), TimedWork(tokens=self.decode, depth=self.depth)]
 
 
 def setup_of(run: Leaderboard, contender: Contender, traces: Path | None = None) -> Setup:
@@ -206,7 +206,7 @@ class ServerRun:
     def traced(self, client: HttpClient, cell: Cell, vocab: int, folder: Path) -> Result:
         """Where the time of one stream's tokens goes, behind a prompt that the cache holds. After all that is timed."""
         begun = time.monotonic()
-        cell = replace(cell, kind=trace.KIND, path="trace", shape=Work(tokens=TRACED, depth=self.run.depth).shape)
+        cell = replace(cell, kind=trace.KIND, path="trace", shape=TimedWork(tokens=TRACED, depth=self.run.depth).shape)
         (prompt,) = random_prompts(vocab, 1, max(1, self.run.depth), 7)
         try:
             client.complete([prompt], 1)
@@ -263,7 +263,7 @@ def measure(run: Leaderboard, name: str, seconds: float) -> list[Result]:
                       progress=say)  # fmt: skip
     play = ServerRun(run, contender.engine, begun + seconds - END_S, traces=traces)
     engine = PeerProcess(peer, setup, run.folder / name, limits)
-    measurement = Measurement(subject, contender.gates, play, engine)
+    measurement = EngineMeasurement(subject, contender.gates, play, engine)
     try:
         measurement.start()
         play.phases["start"] = round(time.monotonic() - begun, 3)  # preparations and first requests included

@@ -33,7 +33,7 @@ from halfbyte.errors import UsageError
 from halfbyte.gates import child_environment
 from halfbyte.kernels.catalog import PHASES
 from halfbyte.lab import receipts
-from halfbyte.lab.result import Ceiling, Cell, Check, Result, figure
+from halfbyte.lab.result import Cell, Check, FigureCeiling, Result, figure
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu")
 _OUTCOME = re.compile(r"^(?:\d+ \w+, )*(\d+) (passed|failed|skipped|error)", re.MULTILINE)
@@ -114,7 +114,7 @@ def result_of(tool: str, cases: Sequence[str], rows: list[dict[str, Any]]) -> Re
     reasons = sorted({f["reason"] for row in rows for f in row["findings"] if "reason" in f})
     return Result(
         Cell("sanitizer", path=tool, shape={} if any("::" in case for case in cases) else {"of": "plans"}),
-        (figure("clean", "tests", clean, Ceiling(float(len(ran)), "cases that ran")),) if ran else (),
+        (figure("clean", "tests", clean, FigureCeiling(float(len(ran)), "cases that ran")),) if ran else (),
         targets=(
             Check("every case that ran is clean", clean == len(ran) > 0, float(clean), float(len(ran))),
             Check("every case was asked", len(rows) == len(cases), float(len(rows)), float(len(cases))),

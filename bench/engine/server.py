@@ -22,7 +22,7 @@ import psutil
 from bench.measurement import Row, Run, measurement
 from halfbyte.engine.request import Delta, EngineStats, Request, SourceHealth, SourceInfo, Usage
 from halfbyte.lab import receipts
-from halfbyte.lab.result import Ceiling, Cell, Result, figure
+from halfbyte.lab.result import Cell, FigureCeiling, Result, figure
 from halfbyte.model.tokenizer import Tokenizer
 
 TOKENS = 400
@@ -167,7 +167,7 @@ def measure_server() -> list[Result]:
     results = [Result(Cell("front end", path="http", shape={"concurrency": 1}), figures)]
     many = with_server(STEP_S, STREAMS, 3)
     loaded = (
-        figure("speed", "tok/s", many["tokens_per_s"], Ceiling(STREAMS / STEP_S, "what the source offers")),
+        figure("speed", "tok/s", many["tokens_per_s"], FigureCeiling(STREAMS / STEP_S, "what the source offers")),
         figure("server_cpu", "us", many["cpu_us"]),
         figure("chunk_every", "ms", many["gap_ms"]),
     )

@@ -27,7 +27,7 @@ from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.lab import receipts
 from halfbyte.lab.measure.device_timing import device_us, experts_touched, fill, random_tokens
 from halfbyte.lab.plan_comparison import compare
-from halfbyte.lab.result import Ceiling, Cell, Check, Result, figure
+from halfbyte.lab.result import Cell, Check, FigureCeiling, Result, figure
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.record import Record
@@ -127,7 +127,7 @@ def measure(cell: Cell, model: GptOss, repeats: int, first: dict[str, Tensor], p
     experts, tokens = experts_of_runs(graph, context, count, repeats)
     gpu, spec = timing.roof(), model.spec
     best = decode_ceiling(gpu, model.config, spec.formats, context + count // 2, rows, spec.kv_dtype, experts)
-    ceiling = Ceiling(best.tokens_per_second, f"{gpu.name}: read bandwidth in roofline.py")
+    ceiling = FigureCeiling(best.tokens_per_second, f"{gpu.name}: read bandwidth in roofline.py")
     figures = (
         figure("speed", "tok/s", [rows * 1e6 / us for us in samples], ceiling),
         figure("step", "us", samples),

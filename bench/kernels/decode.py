@@ -31,7 +31,7 @@ from halfbyte.lab import receipts
 from halfbyte.lab.levels.verdict import Verdict
 from halfbyte.lab.measure import decode_trace
 from halfbyte.lab.predict import KERNEL, STEP, formats_of
-from halfbyte.lab.result import Ceiling, Cell, Result, figure
+from halfbyte.lab.result import Cell, FigureCeiling, Result, figure
 from halfbyte.model.config import NAMED
 from halfbyte.plan.stopped import stop_reason
 from halfbyte.roofline import decode_ceiling
@@ -97,7 +97,7 @@ def speed(cell: Cell, step: DecodeStep, verdicts: Sequence[Verdict], context: in
     source = f"{gpu.name}: read bandwidth in roofline.py"
     rates = [shape.rows * 1e6 / us for us in samples]
     figures = (
-        figure("speed", "tok/s", rates, Ceiling(ceiling.tokens_per_second, source)),
+        figure("speed", "tok/s", rates, FigureCeiling(ceiling.tokens_per_second, source)),
         figure(STEP, "us", samples),
         figure("experts of a layer", "experts", experts),
     )

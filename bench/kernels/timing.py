@@ -17,7 +17,7 @@ from bench.checks.decode_case import random_matrix
 from halfbyte.formats import MXTensor
 from halfbyte.kernels.launch import Program, compile_program
 from halfbyte.lab.machine import device_roof
-from halfbyte.lab.result import Ceiling
+from halfbyte.lab.result import FigureCeiling
 from halfbyte.roofline import Gpu
 
 WARM_UP = 2  # replays in front of those that count
@@ -108,14 +108,16 @@ def roof() -> Gpu:
     return device_roof(torch.device("cuda", torch.cuda.current_device()))
 
 
-def read_ceiling(scale: float = 1e12) -> Ceiling:
+def read_ceiling(scale: float = 1e12) -> FigureCeiling:
     """The read bandwidth as a ceiling in TB/s, or in bytes / `scale` a second."""
-    return Ceiling(roof().read / scale, f"{roof().name}: read bandwidth in roofline.py")
+    return FigureCeiling(roof().read / scale, f"{roof().name}: read bandwidth in roofline.py")
 
 
-def flop_ceiling(fp8: bool = False) -> Ceiling:
+def flop_ceiling(fp8: bool = False) -> FigureCeiling:
     gpu = roof()
-    return Ceiling((gpu.fp8 if fp8 else gpu.bf16) / 1e12, f"{gpu.name}: {'fp8' if fp8 else 'bf16'} rate in roofline.py")
+    return FigureCeiling(
+        (gpu.fp8 if fp8 else gpu.bf16) / 1e12, f"{gpu.name}: {'fp8' if fp8 else 'bf16'} rate in roofline.py"
+    )
 
 
 def detail(**facts: Any) -> dict[str, Any]:

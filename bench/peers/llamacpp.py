@@ -23,9 +23,9 @@ from bench.measurement import Run, bench_results, measurement, option
 from halfbyte.errors import UsageError
 from halfbyte.lab import receipts
 from halfbyte.lab.machine import cores, measure_read
-from halfbyte.lab.measure.engine_timing import Work, all_work
+from halfbyte.lab.measure.engine_timing import TimedWork, all_work
 from halfbyte.lab.peers import llamacpp, shared_weights
-from halfbyte.lab.result import Ceiling, Cell, Check, Figure, Result, ResultFile, figure
+from halfbyte.lab.result import Cell, Check, Figure, FigureCeiling, Result, ResultFile, figure
 
 PEER = "llama.cpp"
 PATHS = {"plan": ("--eager",), "engine": (), "http": ("--served",)}
@@ -48,13 +48,13 @@ class Key:
     model: str
     who: str
     threads: int
-    work: Work
+    work: TimedWork
 
 
 @dataclass
 class TurnSamples:
     speeds: dict[Key, list[float]] = field(default_factory=dict)  # one number a round: the median of its process's runs
-    ceilings: dict[Key, Ceiling] = field(default_factory=dict)
+    ceilings: dict[Key, FigureCeiling] = field(default_factory=dict)
     records: dict[Key, Mapping[str, object]] = field(default_factory=dict)
     refused: dict[Key, str] = field(default_factory=dict)
     reads: list[float] = field(default_factory=list)  # bytes/s
@@ -63,7 +63,7 @@ class TurnSamples:
 @dataclass(frozen=True)
 class TurnOptions:
     models: tuple[str, ...]
-    works: tuple[Work, ...]
+    works: tuple[TimedWork, ...]
     threads: tuple[int, ...]
     paths: tuple[str, ...] = ("plan", "engine")
     rounds: int = 3
@@ -101,7 +101,7 @@ def play(comparison: TurnOptions, progress: llamacpp.Progress = lambda _: None) 
     return samples
 
 
-def bench_words(file: Path, works: Sequence[Work], threads: int, repeats: int, who: str) -> list[str]:
+def bench_words(file: Path, works: Sequence[TimedWork], threads: int, repeats: int, who: str) -> list[str]:
     """What `halfbyte bench` is asked."""
 
     def listed(counts: Sequence[int]) -> str:
@@ -121,7 +121,7 @@ def read_ours(samples: TurnSamples, model: str, threads: int, who: str, file: Re
         if r.cell.path != ran:
             continue
         shape = r.cell.shape
-        work = Work(int(shape.get("pp", 0)), int(shape.get("tg", 0)), int(shape.get("depth", 0)))
+        work = TimedWork(int(shape.get("pp", 0)), int(shape.get("tg", 0)), int(shape.get("depth", 0)))
         key = Key(model, who, threads, work)
         if r.refused:
             samples.refused[key] = r.refused

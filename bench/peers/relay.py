@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from halfbyte.errors import UsageError
-from halfbyte.lab.measure.event_stream import LIMIT, Link, Reading, read_blocks
+from halfbyte.lab.measure.event_stream import LIMIT, Link, StreamReading, read_blocks
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Stream:
     sent: float
     blocks: list[tuple[float, bytes]] = field(default_factory=list)
 
-    def read(self) -> Reading:
+    def read(self) -> StreamReading:
         return read_blocks(self.blocks)
 
 

@@ -10,7 +10,7 @@ import pytest
 from bench import ledger
 from bench.measurement import RESULTS
 from bench.schema import json_schema
-from halfbyte.lab.result import Ceiling, Cell, Check, Result, ResultFile, figure, from_json
+from halfbyte.lab.result import Cell, Check, FigureCeiling, Result, ResultFile, figure, from_json
 from halfbyte.lab.store import Store
 
 jsonschema = pytest.importorskip("jsonschema_rs")
@@ -22,7 +22,7 @@ def test_nothing_generated_is_out_of_date() -> None:
 
 
 def example() -> ResultFile:
-    speed = figure("speed", "tok/s", [99.0, 100.0, 101.0, 100.5, 99.5, 100.0], Ceiling(200.0, "H200"))
+    speed = figure("speed", "tok/s", [99.0, 100.0, 101.0, 100.5, 99.5, 100.0], FigureCeiling(200.0, "H200"))
     return ResultFile(
         "halfbyte bench", ("--tg", "32"), {"time": "2026-01-02T03:04", "cpu": "Xeon", "commit": "abc"}, {"a.py": "1"},
         (

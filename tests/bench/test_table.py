@@ -12,7 +12,7 @@ from bench.measurement import Row
 from bench.table import markdown
 from halfbyte.errors import UsageError
 from halfbyte.lab.receipts import Receipt
-from halfbyte.lab.result import Ceiling, Cell, Result, ResultFile, figure
+from halfbyte.lab.result import Cell, FigureCeiling, Result, ResultFile, figure
 
 ROW = Row("streams", "decode", "speed", path="engine", model="120b", over="concurrency", values=(8, 32))
 
@@ -21,7 +21,7 @@ def receipt(name: str, state: str, date: str, **speeds: float) -> Receipt:
     results = [
         Result(
             Cell("decode", "120b", path="engine", shape={"concurrency": int(c[1:])}),
-            (figure("speed", "tok/s", speed, Ceiling(20_000.0, "H200")),),
+            (figure("speed", "tok/s", speed, FigureCeiling(20_000.0, "H200")),),
         )
         for c, speed in speeds.items()
     ]

@@ -20,12 +20,12 @@ from halfbyte.gates import parse
 from halfbyte.lab import check
 from halfbyte.lab.check import alone
 from halfbyte.lab.levels.correctness import REFERENCES, incoherence
-from halfbyte.lab.levels.kernel_path import Evidence, judge, read_log
-from halfbyte.lab.levels.protocol import Outcome, Report, run_levels
+from halfbyte.lab.levels.kernel_path import PathEvidence, judge, read_log
+from halfbyte.lab.levels.protocol import Outcome, ProtocolReport, run_levels
 from halfbyte.lab.levels.regression import compare_stored
 from halfbyte.lab.levels.scores import find_table
 from halfbyte.lab.levels.subject import Subject
-from halfbyte.lab.measure.engine_timing import Answer, Work, measure_client
+from halfbyte.lab.measure.engine_timing import TimedAnswer, TimedWork, measure_client
 from halfbyte.lab.options import CheckOptions, Works
 from halfbyte.lab.peers.asker import Reply
 from halfbyte.lab.peers.launch import Setup
@@ -34,7 +34,7 @@ from halfbyte.model import load
 from tests.lab.measure.virtual_server import KnownServer
 
 CELL = Cell("", "tiny", path="http")
-DECODE, PROMPT = Work(tokens=32), Work(prompt=64)
+DECODE, PROMPT = TimedWork(tokens=32), TimedWork(prompt=64)
 
 
 class KnownClient:
@@ -43,8 +43,8 @@ class KnownClient:
     def __init__(self, server: KnownServer) -> None:
         self.server, self.client = server, server.client(load.tokenizer_of(load.resolve_model(None)))
 
-    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
-        answers: list[Answer] = self.server.run(self.client.complete_all(prompts, tokens))
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[TimedAnswer]:
+        answers: list[TimedAnswer] = self.server.run(self.client.complete_all(prompts, tokens))
         return answers
 
 
@@ -56,7 +56,9 @@ def servers() -> Iterator[list[KnownServer]]:
         server.close()
 
 
-def figures_of(servers: list[KnownServer], server: KnownServer, *works: Work, seed: int | None = None) -> list[Result]:
+def figures_of(
+    servers: list[KnownServer], server: KnownServer, *works: TimedWork, seed: int | None = None
+) -> list[Result]:
     servers.append(server)
     return measure_client(KnownClient(server), works, 2, CELL, 1000, lambda _: None, seed=seed)
 
@@ -128,8 +130,8 @@ def test_usage_that_the_last_event_inflates_is_invalid(servers: list[KnownServer
     assert "their texts are" in by_text.refused
 
 
-@pytest.mark.parametrize("work", [Work(prompt=64), Work(tokens=8, depth=64)], ids=["prompt", "depth"])
-def test_a_prompt_that_was_cut_is_another_prompt(servers: list[KnownServer], work: Work) -> None:
+@pytest.mark.parametrize("work", [TimedWork(prompt=64), TimedWork(tokens=8, depth=64)], ids=["prompt", "depth"])
+def test_a_prompt_that_was_cut_is_another_prompt(servers: list[KnownServer], work: TimedWork) -> None:
     (result,) = figures_of(servers, KnownServer(0.05, 0.005, reads=32), work)
     assert result.invalid
     assert "read 32 of a prompt's 64 tokens" in result.refused
@@ -142,7 +144,7 @@ def test_tokens_that_come_several_at_a_time_are_counted(servers: list[KnownServe
 
 
 def test_ids_without_their_text_are_no_tokens(servers: list[KnownServer]) -> None:
-    (result,) = figures_of(servers, KnownServer(0.01, 0.005, spells=0.1), Work(tokens=64))
+    (result,) = figures_of(servers, KnownServer(0.01, 0.005, spells=0.1), TimedWork(tokens=64))
     assert result.invalid
     assert "token ids spell" in result.refused
 
@@ -258,7 +260,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(check, "run_levels", lambda subject, *_: Report(subject))
+    monkeypatch.setattr(check, "run_levels", lambda subject, *_: ProtocolReport(subject))
     monkeypatch.setattr(check, "write_files", full)
     with pytest.raises(UsageError, match="No space left"):
         check.run_check(["1"], CheckOptions(out=tmp_path / "run"), lambda _: None, lambda _: None)
@@ -305,9 +307,9 @@ def test_a_level_that_fails_on_a_full_disk_is_not_judged(tmp_path: Path, monkeyp
 def test_a_fallback_is_known_as_one(tmp_path: Path, line: str) -> None:
     log = tmp_path / "server.log"
     log.write_text(f"Using cutlass backend for the MoE\n{line}\n")
-    evidence = Evidence(statements=read_log(log))
+    evidence = PathEvidence(statements=read_log(log))
     (verdict,) = judge(parse({"moe_kernel": "cutlass"}, env={}), evidence)
     assert not verdict.ok
     log.write_text("Using cutlass backend for the MoE\nattention: FA3 is missing, falling back to triton\n")
-    (verdict,) = judge(parse({"moe_kernel": "cutlass"}, env={}), Evidence(statements=read_log(log)))
+    (verdict,) = judge(parse({"moe_kernel": "cutlass"}, env={}), PathEvidence(statements=read_log(log)))
     assert verdict.ok, verdict.note

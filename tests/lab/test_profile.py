@@ -8,7 +8,7 @@ import pytest
 
 from halfbyte.errors import AccountError
 from halfbyte.lab import timeline
-from halfbyte.lab.profile import LABELS, Profile, Row, Span, decide, summarise
+from halfbyte.lab.profile import LABELS, Profile, ProfileRow, Span, decide, summarise
 from halfbyte.lab.timeline import match
 from halfbyte.lab.trace import Interval
 from halfbyte.model import load
@@ -21,8 +21,11 @@ H200 = GPUS["h200"]
 NONE = dict.fromkeys(OPERATIONS, Work())
 
 
-ROWS = {label: Row({"MoE": "moe", "attention": "attention"}.get(label, "linear"), ops) for label, ops in LABELS.items()}
-ROWS |= {"sampling": Row.of(SAMPLING), "packing": Row.of(PACKING), "other": Row.of(OTHER)}
+ROWS = {
+    label: ProfileRow({"MoE": "moe", "attention": "attention"}.get(label, "linear"), ops)
+    for label, ops in LABELS.items()
+}
+ROWS |= {"sampling": ProfileRow.of(SAMPLING), "packing": ProfileRow.of(PACKING), "other": ProfileRow.of(OTHER)}
 
 
 def spans(*pieces: tuple[str, float, float]) -> list[Span]:
@@ -71,23 +74,23 @@ def test_a_kernel_that_starts_early_counts_from_when_the_one_before_it_ends() ->
 
 def test_a_whole_step_is_divided() -> None:
     p = summarise(
-        "x", 1, [Span(Row("moe", OPERATIONS), "decode_step", 0, 100), *spans(("sampling", 100, 110))], 1, 110.0, NONE,
-        H200, "", {Row("moe", OPERATIONS): {timeline.row_labelled("qkv + rope/KV"): 1, ROWS["MoE"]: 3}},
+        "x", 1, [Span(ProfileRow("moe", OPERATIONS), "decode_step", 0, 100), *spans(("sampling", 100, 110))], 1, 110.0,
+        NONE, H200, "", {ProfileRow("moe", OPERATIONS): {timeline.row_labelled("qkv + rope/KV"): 1, ROWS["MoE"]: 3}},
     )  # fmt: skip
     assert {line.label: line.us for line in p.lines} == {"qkv + rope/KV": 25, "MoE": 75, "sampling": 10}
 
 
 def test_labels() -> None:
-    assert Row("linear", ("attn_norm", "qkv")).label == "qkv"
-    assert Row("linear", ("attn_norm", "qkv", "rope", "kv_write")).label == "qkv + rope/KV"
-    assert Row("moe", OPERATIONS).label.startswith("embed + qkv")
-    assert Row.of(PACKING).label == "packing"
-    assert Row("router").label == "router"
+    assert ProfileRow("linear", ("attn_norm", "qkv")).label == "qkv"
+    assert ProfileRow("linear", ("attn_norm", "qkv", "rope", "kv_write")).label == "qkv + rope/KV"
+    assert ProfileRow("moe", OPERATIONS).label.startswith("embed + qkv")
+    assert ProfileRow.of(PACKING).label == "packing"
+    assert ProfileRow("router").label == "router"
 
 
 def test_a_norm_and_the_product_behind_it_are_one_row() -> None:
     work = NONE | {"attn_norm": Work(bytes=4.5e6), "qkv": Work(bytes=40.5e6)}
-    found = [Span(Row("norm", ("attn_norm",)), "n", 0, 5), Span(Row("linear", ("qkv",)), "q", 5, 20)]
+    found = [Span(ProfileRow("norm", ("attn_norm",)), "n", 0, 5), Span(ProfileRow("linear", ("qkv",)), "q", 5, 20)]
     (line,) = summarise("x", 1, found, 1, 20.0, work, H200, "").lines
     assert (line.label, line.category, line.us, line.launches) == ("qkv", "linear", 20, 2)
     assert line.of_ceiling == pytest.approx(0.5)
@@ -98,7 +101,7 @@ def test_a_norm_and_the_product_behind_it_are_one_row() -> None:
 
 def test_a_row_faster_than_the_machine_is_an_error() -> None:
     """As it was: small kernels of torch inside a fused layer had the whole layer's work on their account."""
-    layer = Row("moe", LAYER)
+    layer = ProfileRow("moe", LAYER)
     work = NONE | {"moe": Work(bytes=60e9)}
     with pytest.raises(AccountError, match=r"took 41.8 us, .* take 13333.3 us at least on H200, .* 31898% of its ceil"):
         summarise("prompt of 2048", 2048, [Span(layer, "index", 0, 41.8)], 1, 41.8, work, H200, "")
@@ -109,8 +112,8 @@ def test_a_row_faster_than_the_machine_is_an_error() -> None:
 def test_an_operation_on_two_accounts_is_an_error() -> None:
     """As it was: keys were written by the product of qkv, and the kernel that makes angles had their bytes."""
     found = [
-        Span(Row("linear", ("qkv", "rope", "kv_write")), "grouped", 0, 10),
-        Span(Row("attention", ("rope",)), "a", 10, 12),
+        Span(ProfileRow("linear", ("qkv", "rope", "kv_write")), "grouped", 0, 10),
+        Span(ProfileRow("attention", ("rope",)), "a", 10, 12),
     ]
     with pytest.raises(AccountError, match=r"rope is on the account of two rows, qkv \+ rope/KV and rope/KV"):
         summarise("x", 1, found, 1, 12.0, NONE, H200, "")
@@ -118,8 +121,12 @@ def test_an_operation_on_two_accounts_is_an_error() -> None:
 
 def test_inside_one_kernel_a_row_served_in_its_neighbours_time_is_one_with_it() -> None:
     work = NONE | {"o": Work(bytes=45e6), "router": Work(bytes=4.5e6), "moe": Work(bytes=90e6)}  # 10, 1 and 20 us
-    whole = Row("moe", OPERATIONS)
-    parts = {Row("linear", ("o",)): 8.0, Row("router", ("router",)): 6.0, Row("moe", ("moe",)): 40.0}
+    whole = ProfileRow("moe", OPERATIONS)
+    parts = {
+        ProfileRow("linear", ("o",)): 8.0,
+        ProfileRow("router", ("router",)): 6.0,
+        ProfileRow("moe", ("moe",)): 40.0,
+    }
     p = summarise("x", 1, [Span(whole, "decode_step", 0, 54)], 1, 54.0, work, H200, "", {whole: parts})
     assert {line.label: line.us for line in p.lines} == {"o + router": 14, "MoE": 40}
     assert p.lines[0].of_ceiling == pytest.approx(11 / 14)
@@ -188,8 +195,8 @@ def test_every_launch_says_what_it_is_for() -> None:
     step = timeline.decode_step(model, cache, 20, 1)
     order = timeline.launch_order(lambda: model.forward(step))
     assert len(order) == len(model.plan.bound["decode"])
-    assert order[0] == ("torch: reference.embed", Row("other", ("embed",)))
-    assert ("torch: reference.moe", Row("moe", ("moe",))) in order
+    assert order[0] == ("torch: reference.embed", ProfileRow("other", ("embed",)))
+    assert ("torch: reference.moe", ProfileRow("moe", ("moe",))) in order
 
 
 @pytest.mark.usefixtures("fast_machine")

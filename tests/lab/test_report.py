@@ -23,7 +23,7 @@ from halfbyte.lab.receipts import RESULTS
 from halfbyte.lab.report import content
 from halfbyte.lab.report.page import render
 from halfbyte.lab.report.sources import Collected, Published, collect, published
-from halfbyte.lab.result import Ceiling, Cell, Result, ResultFile, figure
+from halfbyte.lab.result import Cell, FigureCeiling, Result, ResultFile, figure
 
 CHROMIUM = shutil.which("chromium")
 H200 = "NVIDIA H200"
@@ -36,7 +36,7 @@ def samples(level: float, seed: int) -> list[float]:
 def decode(speed: float, seed: int = 0, engine: str = "", depth: int = 2048, **more: Any) -> Result:
     cell = Cell("decode", "120b", "" if engine else "fast", more.pop("gates", {}), "engine",
                 {"tg": 128, "depth": depth, "concurrency": more.pop("concurrency", 1)}, engine)  # fmt: skip
-    return Result(cell, (figure("speed", "tok/s", samples(speed, seed), Ceiling(1500.0, "H200")),), **more)
+    return Result(cell, (figure("speed", "tok/s", samples(speed, seed), FigureCeiling(1500.0, "H200")),), **more)
 
 
 def serving(streams: int, speed: float, ttft: float) -> Result:

@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 
 from halfbyte.errors import UsageError
-from halfbyte.lab.result import Ceiling, Cell, Check, Figure, Result, ResultFile, figure, from_json, measure_cell
+from halfbyte.lab.result import Cell, Check, Figure, FigureCeiling, Result, ResultFile, figure, from_json, measure_cell
 
-ROOF = Ceiling(1000.0, "H200")
+ROOF = FigureCeiling(1000.0, "H200")
 CELL = Cell("decode", "120b", "fast", {"layers": "all"}, "engine", {"tg": 128, "depth": 2048, "concurrency": 8})
 
 
 def example() -> ResultFile:
     result = Result(
         CELL,
-        (figure("speed", "tok/s", [850.0, 845.0, 847.0], ROOF), figure("ttft", "ms", 50.0, Ceiling(25.0, "H200"))),
+        (
+            figure("speed", "tok/s", [850.0, 845.0, 847.0], ROOF),
+            figure("ttft", "ms", 50.0, FigureCeiling(25.0, "H200")),
+        ),
         (Check("regimes on two layers", True, 0.003, 0.05),),
         (Check("at least 800 tok/s", True, 847.0, 800.0),),
         {"decode": {"kernels": {"decode_step": 128}}},
@@ -41,16 +44,16 @@ def test_a_figure_is_a_median_with_its_spread() -> None:
     f = figure("speed", "tok/s", [850.0, 845.0, 847.0], ROOF)
     assert (f.value, f.low, f.high, f.samples) == (847.0, 845.0, 850.0, 3)
     assert f.share == pytest.approx(0.847)
-    assert figure("ttft", "ms", 50.0, Ceiling(25.0, "H200")).share == pytest.approx(0.5)
+    assert figure("ttft", "ms", 50.0, FigureCeiling(25.0, "H200")).share == pytest.approx(0.5)
     assert figure("kl", "nats", 0.0).share is None
 
 
 @pytest.mark.parametrize(("unit", "value", "ceiling"), [("tok/s", 1001.0, 1000.0), ("us", 9.0, 10.0)])
 def test_a_figure_above_its_ceiling_does_not_exist(unit: str, value: float, ceiling: float) -> None:
     with pytest.raises(UsageError, match="passes its ceiling"):
-        figure("x", unit, value, Ceiling(ceiling, "H200"))
+        figure("x", unit, value, FigureCeiling(ceiling, "H200"))
     cell = Cell("decode")
-    refused = measure_cell(cell, lambda: Result(cell, (figure("x", unit, value, Ceiling(ceiling, "H200")),)))
+    refused = measure_cell(cell, lambda: Result(cell, (figure("x", unit, value, FigureCeiling(ceiling, "H200")),)))
     assert "passes its ceiling" in refused.refused
     assert refused.figures == ()
 

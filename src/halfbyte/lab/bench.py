@@ -26,7 +26,7 @@ from halfbyte.lab import environment, receipts
 from halfbyte.lab.machine import limit_threads
 from halfbyte.lab.measure import device_timing, eager, phase_timing
 from halfbyte.lab.measure.disturbance import DisturbanceMeter
-from halfbyte.lab.measure.engine_timing import Work, measure_client, measure_engine, new_seed, record_check, table
+from halfbyte.lab.measure.engine_timing import TimedWork, measure_client, measure_engine, new_seed, record_check, table
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.rounds import RunLog
 from halfbyte.lab.options import BenchOptions, preset_of, preset_served, run_log
@@ -222,11 +222,11 @@ def _device(
     return results
 
 
-def _graph(model: GptOss, cell: Cell, work: Work, repeats: int) -> list[Result]:
+def _graph(model: GptOss, cell: Cell, work: TimedWork, repeats: int) -> list[Result]:
     return [device_timing.time_graph(model, cell, work.concurrency, work.depth, work.tokens, repeats)]
 
 
-def _chunks(model: GptOss, cell: Cell, work: Work, repeats: int) -> list[Result]:
+def _chunks(model: GptOss, cell: Cell, work: TimedWork, repeats: int) -> list[Result]:
     return [device_timing.time_chunks(model, cell, work.prompt, 8192, work.depth, repeats)]
 
 

@@ -15,7 +15,7 @@ from halfbyte import roofline
 from halfbyte.errors import InvalidFigureError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.lab import environment
-from halfbyte.lab.result import Ceiling, Result
+from halfbyte.lab.result import FigureCeiling, Result
 from halfbyte.model import load
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gpt_oss import GptOss, formats_after
@@ -51,17 +51,17 @@ class Ceilings:
 
     # ---- of what is measured, in tokens per second of all requests together ----
 
-    def decode(self, tokens: int, depth: int, streams: int, experts: float | None = None) -> Ceiling:
+    def decode(self, tokens: int, depth: int, streams: int, experts: float | None = None) -> FigureCeiling:
         return self._named(streams / self.step_seconds(depth + tokens // 2, streams, experts))
 
-    def prompts(self, prompt: int, depth: int, count: int) -> Ceiling:
+    def prompts(self, prompt: int, depth: int, count: int) -> FigureCeiling:
         return self._named(count * prompt / self.prompt_seconds(prompt, depth, count))
 
-    def first_token(self, prompt: int, depth: int) -> Ceiling:
+    def first_token(self, prompt: int, depth: int) -> FigureCeiling:
         """In milliseconds, the least."""
         return self._named(1e3 * self.prompt_seconds(prompt, depth))
 
-    def closed_loop(self, prompt: int, tokens: int, streams: int) -> Ceiling:
+    def closed_loop(self, prompt: int, tokens: int, streams: int) -> FigureCeiling:
         """Streams that ask again as soon as they are answered: a round of it takes no less than all prompts, than all
         decode steps with every stream in them, and than one stream's own prompt and answer with nobody beside it."""
         context, steps = prompt + tokens // 2, tokens - 1
@@ -69,8 +69,8 @@ class Ceilings:
         together = steps * self.step_seconds(context, streams)
         return self._named(streams * tokens / max(alone, together, streams * self.prompt_seconds(prompt)))
 
-    def _named(self, value: float) -> Ceiling:
-        return Ceiling(value, f"{self.gpu.name}: {self.gpu.note}")
+    def _named(self, value: float) -> FigureCeiling:
+        return FigureCeiling(value, f"{self.gpu.name}: {self.gpu.note}")
 
 
 def ceilings_of(model: GptOss, gpu: Gpu) -> Ceilings:
@@ -99,7 +99,7 @@ def ceilings_here(model: load.ModelName, gates: Gates, device: str | None) -> Ce
     return ceilings_for(model, gates, str(gpus[0]["name"])) if gpus else None
 
 
-def under(result: Result, ceilings: Mapping[str, Ceiling | None]) -> Result:
+def under(result: Result, ceilings: Mapping[str, FigureCeiling | None]) -> Result:
     """With a ceiling for each figure that has one here; INVALID if a figure passes it, and what it showed is kept."""
     try:
         figures = tuple(replace(f, ceiling=ceilings.get(f.name, f.ceiling)) for f in result.figures)
@@ -113,7 +113,7 @@ def beside(result: Result, ceilings: Ceilings) -> Result:
     return under(result, _of_cell(result, ceilings))
 
 
-def _of_cell(result: Result, ceilings: Ceilings) -> dict[str, Ceiling]:
+def _of_cell(result: Result, ceilings: Ceilings) -> dict[str, FigureCeiling]:
     """Ceilings by the figure's name, of work with one length for all prompts and one for all answers."""
     shape, kind = result.cell.shape, result.cell.kind
     prompt, tokens, depth = (int(shape.get(n, 0)) for n in ("pp", "tg", "depth"))

@@ -23,7 +23,7 @@ from halfbyte.lab import receipts
 from halfbyte.lab.levels.correctness import Reference, make_reference
 from halfbyte.lab.levels.kit import Kit, make_kit
 from halfbyte.lab.levels.log_page import write_files
-from halfbyte.lab.levels.protocol import PASS, Outcome, Report, level_numbers, run_levels
+from halfbyte.lab.levels.protocol import PASS, Outcome, ProtocolReport, level_numbers, run_levels
 from halfbyte.lab.levels.quality import check_quality
 from halfbyte.lab.levels.quality_report import QualityReport
 from halfbyte.lab.levels.subject import Subject
@@ -42,7 +42,7 @@ Done = Callable[[Outcome], None]
 
 @dataclass(frozen=True)
 class CheckRun:
-    report: Report
+    report: ProtocolReport
     files: list[Path]
 
 
@@ -50,7 +50,7 @@ def run_check(levels: Sequence[str], options: CheckOptions, progress: Progress, 
     """Runs the levels, by number or name; `done` gets each outcome as its level ends and is written."""
     numbers = level_numbers(levels)
     subject = subject_of(options, progress)
-    ended = Report(subject)
+    ended = ProtocolReport(subject)
 
     def write(outcome: Outcome) -> None:
         if (

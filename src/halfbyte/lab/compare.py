@@ -121,7 +121,7 @@ def environment_changes(before: ResultFile, after: ResultFile) -> Iterator[tuple
     old, new = _facts(before), _facts(after)
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name) and not _passing(name):
-            yield name, _shown(old.get(name)), _shown(new.get(name))
+            yield name, _printed_value(old.get(name)), _printed_value(new.get(name))
     files = {
         n for n in before.measured.keys() | after.measured.keys() if before.measured.get(n) != after.measured.get(n)
     }
@@ -149,5 +149,5 @@ def _passing(name: str) -> bool:
     return any(name == p or name.startswith((f"{p}.", f"{p}[")) for p in PASSING)
 
 
-def _shown(value: Any) -> str:
+def _printed_value(value: Any) -> str:
     return "–" if value is None else str(value)[:80]

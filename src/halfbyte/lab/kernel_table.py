@@ -21,7 +21,7 @@ from halfbyte.errors import UsageError
 from halfbyte.lab.trace import GAP_US, Interval, Trace, own_times, read_json, read_trace
 
 CATEGORIES = ("MoE", "dense", "attention", "norm", "quantise", "move", "other")
-OURS = {
+OWN_FAMILIES = {
     "moe": "MoE", "linear": "dense", "router": "dense", "attention": "attention", "norm": "norm",
     "quantise": "quantise", "embed": "move",
 }  # fmt: skip
@@ -196,7 +196,7 @@ def from_profile(detail: Mapping[str, Any], title: str = "", source: str = "half
         lines, step = detail["lines"], float(detail["busy_us"]) + float(detail["idle_us"])
         by_category: dict[str, list[Mapping[str, Any]]] = {}
         for line in lines:
-            by_category.setdefault(OURS.get(line["category"], "other"), []).append(line)
+            by_category.setdefault(OWN_FAMILIES.get(line["category"], "other"), []).append(line)
         rows = [
             CategoryRow(
                 c, us := sum(float(line["us"]) for line in by_category[c]), us / step if step else 0.0,

@@ -18,7 +18,7 @@ from halfbyte.lab.peers.launch import Setup, variables
 from halfbyte.memory import parse_size
 
 if TYPE_CHECKING:
-    from halfbyte.lab.measure.engine_timing import Work
+    from halfbyte.lab.measure.engine_timing import TimedWork
 
 ENGINE = "Engine"
 LOAD = "A server under load"
@@ -54,7 +54,7 @@ def rates(text: str) -> tuple[float, ...]:
     return values
 
 
-def words(text: str) -> tuple[str, ...]:
+def split_words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
@@ -182,7 +182,7 @@ class BenchOptions:
         return replace(setup, flags=(*setup.flags, "--gpu-memory", f"{self.gpu_memory}B"))
 
     @property
-    def works(self) -> list[Work]:
+    def works(self) -> list[TimedWork]:
         from halfbyte.lab.measure.engine_timing import all_work
 
         return all_work(self.prompts, self.tokens, self.depths, self.concurrency)
@@ -218,7 +218,7 @@ class Works:
     seed: int | None = flag(None, "--seed", SEED, panel=BENCHMARK, minimum=0)
 
     @property
-    def all(self) -> list[Work]:
+    def all(self) -> list[TimedWork]:
         from halfbyte.lab.measure.engine_timing import all_work
 
         return all_work(self.prompts, self.tokens, self.depths, self.concurrency)
@@ -249,7 +249,7 @@ class QualityOptions:
 
     presets: tuple[str, ...] = flag(
         (), "--presets", "The presets to compare with exact; by default every one that changes number formats.",
-        panel=QUALITY, parse=words,
+        panel=QUALITY, parse=split_words,
     )  # fmt: skip
     texts: tuple[str, ...] = flag(
         (), "--text", "A text file of your own to compare on, too; repeat it for more. None of it leaves this machine.",
@@ -295,12 +295,13 @@ class CheckOptions:
         None, "--targets", "A file of figures to reach; by default this GPU's.", panel=BENCHMARK
     )
     prior: tuple[str, ...] = flag(
-        (), "--prior", "Presets on top of which level 5 also measures the gates.", parse=words
+        (), "--prior", "Presets on top of which level 5 also measures the gates.", parse=split_words
     )
     against: Path | None = flag(None, "--against", "The results.json of an earlier run, for level 5.")
     full: tuple[str, ...] = flag(
         (), "--full",
-        "Gates to combine in full in the matrix, for example moe_kernel,activation; by default in pairs.", parse=words,
+        "Gates to combine in full in the matrix, for example moe_kernel,activation; by default in pairs.",
+        parse=split_words,
     )  # fmt: skip
     kit: Path | None = flag(
         None, "--kit", "Run levels 1 to 4, self-test and profile, and put it all into one archive to send to us.",

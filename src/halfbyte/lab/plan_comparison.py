@@ -63,7 +63,7 @@ class StepTrace:
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """One phase ran everything, and shows its logits only."""
         return not self.x
 
@@ -225,7 +225,7 @@ def compare_step(name: str, model: GptOss, other: GptOss, step: Step) -> Verdict
     verdict = Verdict(f"{name} ({regime})")
     bound = BOUNDS[model.spec.at(regime).activation]
     actual = trace(model, step)
-    if actual.whole:
+    if actual.complete:
         expected = closest_replay(model, other, step, actual.logits)
     else:
         expected = trace_reference(other, step, actual.experts)

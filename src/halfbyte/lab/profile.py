@@ -35,14 +35,14 @@ HELPERS = {SAMPLING.category: "sampling", PACKING.category: "packing", OTHER.cat
 ORDER = (*LABELS, *HELPERS.values())
 
 
-class Row(NamedTuple):
+class ProfileRow(NamedTuple):
     """One line of a profile: a category of phases, and the operations whose work is done in it."""
 
     category: str
     operations: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, part: Part) -> Row:
+    def of(cls, part: Part) -> ProfileRow:
         return cls(part.category, part.operations)
 
     @property
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    row: Row
+    row: ProfileRow
     name: str
     start: float  # microseconds
     end: float
@@ -110,11 +110,11 @@ def summarise(
     work: Mapping[str, Work],
     gpu: Gpu,
     how: str,
-    within: Mapping[Row, Mapping[Row, float]] | None = None,
+    within: Mapping[ProfileRow, Mapping[ProfileRow, float]] | None = None,
 ) -> Profile:
     """`within`: row -> how its time divides into others, for a kernel that does several; weights, not times."""
-    times: dict[Row, float] = {}
-    counts: dict[Row, float] = {}
+    times: dict[ProfileRow, float] = {}
+    counts: dict[ProfileRow, float] = {}
     own, gaps = own_times(spans)
     for span, us in own:
         parts = (within or {}).get(span.row, {span.row: 1.0})
@@ -130,7 +130,7 @@ def summarise(
     busy, idle = sum(us for _, us in own) / steps, sum(waits) / steps
     total = busy + idle
     lines = []
-    for row in sorted(times, key=_place):
+    for row in sorted(times, key=_rank):
         floor, us = _floor(row, work), times[row]
         line = Line(row.label, row.category, row.operations, us, us / total if total else 0.0, counts[row])
         if floor.bytes and us > 0:
@@ -144,43 +144,47 @@ def summarise(
     return Profile(title, rows, step_us, how, lines, len(spans) / steps, busy, idle, gap_count, longest)
 
 
-def _gather(times: dict[Row, float], counts: dict[Row, float]) -> None:
+def _gather(times: dict[ProfileRow, float], counts: dict[ProfileRow, float]) -> None:
     """Rows of one label are one row: a norm and the product behind it, rope and what goes into the cache."""
     for label in {row.label for row in times}:
         mine = [row for row in times if row.label == label]
         if len(mine) == 1:
             continue
         largest = max(mine, key=lambda row: times[row])
-        both = Row(largest.category, tuple(dict.fromkeys(op for row in mine for op in row.operations)))
+        both = ProfileRow(largest.category, tuple(dict.fromkeys(op for row in mine for op in row.operations)))
         us, count = sum(times.pop(row) for row in mine), sum(counts.pop(row) for row in mine)
         times[both], counts[both] = us, count
 
 
-def _floor(row: Row, work: Mapping[str, Work]) -> Work:
+def _floor(row: ProfileRow, work: Mapping[str, Work]) -> Work:
     return sum((work[op] for op in row.operations), Work())
 
 
 def _join(
-    times: dict[Row, float], counts: dict[Row, float], divided: set[Row], work: Mapping[str, Work], gpu: Gpu
+    times: dict[ProfileRow, float],
+    counts: dict[ProfileRow, float],
+    divided: set[ProfileRow],
+    work: Mapping[str, Work],
+    gpu: Gpu,
 ) -> None:
     """Rows of a kernel that runs several, which fetches weights ahead: one that passes its ceiling was served in the
     time of the row before it, so the two are one account."""
     while True:
-        order = sorted((row for row in times if row in divided and row.operations), key=_place)
+        order = sorted((row for row in times if row in divided and row.operations), key=_rank)
         over = [i for i, row in enumerate(order) if _floor(row, work).seconds(gpu) * 1e6 > times[row] > 0]
         if not over or len(order) < 2:
             return
         at = max(over[0], 1)
         first, second = order[at - 1], order[at]
         larger = first if times[first] >= times[second] else second
-        both = Row(larger.category, first.operations + second.operations)
+        both = ProfileRow(larger.category, first.operations + second.operations)
         times[both], counts[both] = times.pop(first) + times.pop(second), counts.pop(first) + counts.pop(second)
         divided.add(both)
 
 
-def _check(title: str, times: Mapping[Row, float], work: Mapping[str, Work], gpu: Gpu) -> None:
+def _check(title: str, times: Mapping[ProfileRow, float], work: Mapping[str, Work], gpu: Gpu) -> None:
     """The account is sound: no operation stands in two rows, and no row is faster than the machine."""
-    owners: dict[str, Row] = {}
+    owners: dict[str, ProfileRow] = {}
     for row in times:
         for op in row.operations:
             other = owners.setdefault(op, row)
@@ -199,7 +203,7 @@ def _check(title: str, times: Mapping[Row, float], work: Mapping[str, Work], gpu
             )
 
 
-def _place(row: Row) -> int:
+def _rank(row: ProfileRow) -> int:
     return ORDER.index(row.label.split(" + ")[0]) if row.label.split(" + ")[0] in ORDER else len(ORDER)
 
 

@@ -32,7 +32,7 @@ UNITS = LESS | {
 }  # fmt: skip
 T = TypeVar("T")
 DISTURBED = "disturbed"  # in a result's detail: it is INVALID because the machine did other work
-KEPT = 500  # samples of a figure that are written with it
+WRITTEN_SAMPLES = 500  # samples of a figure that are written with it
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Ceiling:
+class FigureCeiling:
     value: float
     source: str  # whose bandwidth or rate it is
 
@@ -79,7 +79,7 @@ class Figure:
     low: float
     high: float
     samples: int = 1
-    ceiling: Ceiling | None = None
+    ceiling: FigureCeiling | None = None
     values: tuple[float, ...] = ()  # the samples, in the order in which they were taken; empty where they are too many
 
     def __post_init__(self) -> None:
@@ -115,14 +115,14 @@ class Figure:
         return bounds.low, bounds.high
 
 
-def figure(name: str, unit: str, samples: float | Iterable[float], ceiling: Ceiling | None = None) -> Figure:
+def figure(name: str, unit: str, samples: float | Iterable[float], ceiling: FigureCeiling | None = None) -> Figure:
     """The median of some samples between the least and the largest."""
     values = [float(samples)] if isinstance(samples, int | float) else [float(s) for s in samples]
     if not values:
         raise UsageError(f"{name} was never measured.")
     if not all(map(math.isfinite, values)):
         raise UsageError(f"{name} is not finite.")
-    samples_written = tuple(values) if 1 < len(values) <= KEPT else ()
+    samples_written = tuple(values) if 1 < len(values) <= WRITTEN_SAMPLES else ()
     return Figure(name, unit, median(values), min(values), max(values), len(values), ceiling, samples_written)
 
 

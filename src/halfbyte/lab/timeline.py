@@ -31,7 +31,7 @@ from halfbyte.lab.measure.device_timing import (
     prefill_step,
     random_tokens,
 )
-from halfbyte.lab.profile import LABELS, Profile, Row, Span, summarise
+from halfbyte.lab.profile import LABELS, Profile, ProfileRow, Span, summarise
 from halfbyte.lab.trace import Interval
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.sampling import greedy
@@ -106,7 +106,7 @@ def _clocked(model: GptOss, warm: Step, step_of: Callable[[int], Step], count: i
     step_us = (time.perf_counter() - start) * 1e6 / count
     spans: list[Span] = []
 
-    def note(row: Row, name: str, began: float) -> float:
+    def note(row: ProfileRow, name: str, began: float) -> float:
         now = time.perf_counter()
         spans.append(Span(row, name, began * 1e6, now * 1e6))
         return now
@@ -115,9 +115,9 @@ def _clocked(model: GptOss, warm: Step, step_of: Callable[[int], Step], count: i
         acts = Activations()
         now = time.perf_counter()
         for b in model.plan.walk(step, acts):
-            now = note(Row.of(b.part), b.phase.name, now)
+            now = note(ProfileRow.of(b.part), b.phase.name, now)
         greedy(acts.logits)
-        note(Row.of(SAMPLING), "greedy", now)
+        note(ProfileRow.of(SAMPLING), "greedy", now)
     return spans, step_us
 
 
@@ -154,7 +154,9 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, title: 
     if whole_step:
         traced = decode_trace.trace(decode_trace.traced_step(model, cache, context))
         shares = decode_trace.shares(traced, model.config.layer_kinds)
-        within = {Row.of(model.plan.bound["decode"][0].part): {row_labelled(name): us for name, us in shares.items()}}
+        within = {
+            ProfileRow.of(model.plan.bound["decode"][0].part): {row_labelled(name): us for name, us in shares.items()}
+        }
         how = "clocks inside the kernel that runs the whole step; launches and gaps from the driver's timeline"
         notes += [
             f"the traced step took {traced['us']:.0f} us at {traced['clock_ghz']:.2f} GHz",
@@ -169,10 +171,10 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, title: 
     return profile
 
 
-def row_labelled(label: str) -> Row:
+def row_labelled(label: str) -> ProfileRow:
     """The category of a part of the kernel that runs a whole step."""
     operations = tuple(op for name in label.split(" + ") for op in LABELS.get(name, ()))
-    return Row(CATEGORIES.get(label, "linear"), operations)
+    return ProfileRow(CATEGORIES.get(label, "linear"), operations)
 
 
 def _host_us(run: Callable[[int], Any], count: int) -> float:
@@ -195,9 +197,9 @@ def _step_us(run: Callable[[int], Any], count: int) -> float:
     return (time.perf_counter() - start) * 1e6 / count
 
 
-def match(order: Sequence[tuple[str, Row]], kernels: Sequence[Interval], steps: int) -> list[Span]:
+def match(order: Sequence[tuple[str, ProfileRow]], kernels: Sequence[Interval], steps: int) -> list[Span]:
     """Spans of some equal steps: the k-th kernel of a name does what the k-th launch of that name was for."""
-    queues: dict[str, deque[Row]] = {}
+    queues: dict[str, deque[ProfileRow]] = {}
     for name, row in order:
         queues.setdefault(name, deque()).append(row)
     counts = Counter(k.name for k in kernels)
@@ -205,7 +207,7 @@ def match(order: Sequence[tuple[str, Row]], kernels: Sequence[Interval], steps: 
     for kernel in kernels:
         queue = queues.get(kernel.name)
         if queue is None or counts[kernel.name] != len(queue) * steps:
-            row = Row.of(OTHER)  # torch's own; or it cannot be told
+            row = ProfileRow.of(OTHER)  # torch's own; or it cannot be told
         else:
             row = queue[0]
             queue.rotate(-1)
@@ -213,12 +215,12 @@ def match(order: Sequence[tuple[str, Row]], kernels: Sequence[Interval], steps: 
     return spans
 
 
-def launch_order(run: Callable[[], Any]) -> list[tuple[str, Row]]:
+def launch_order(run: Callable[[], Any]) -> list[tuple[str, ProfileRow]]:
     """(kernel, row) of every launch of one run, once its kernels are compiled."""
     run()
     with ordered() as order:
         run()
-    return [(image.name, Row.of(part)) for image, part in order]
+    return [(image.name, ProfileRow.of(part)) for image, part in order]
 
 
 def device_kernels(run: Callable[[int], Any], count: int) -> list[Interval]:

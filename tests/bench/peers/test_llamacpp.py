@@ -15,11 +15,11 @@ from bench.peers import llamacpp as compare
 from bench.peers.llamacpp import PEER, Key, TurnOptions, TurnSamples
 from halfbyte.errors import PeerError, UsageError
 from halfbyte.lab import receipts
-from halfbyte.lab.measure.engine_timing import Work, all_work
+from halfbyte.lab.measure.engine_timing import TimedWork, all_work
 from halfbyte.lab.peers import llamacpp, shared_weights
 from halfbyte.lab.result import Cell, Result, ResultFile, figure
 
-PP, TG = Work(prompt=256), Work(tokens=16)
+PP, TG = TimedWork(prompt=256), TimedWork(tokens=16)
 
 
 def bench_json(rows: list[tuple[int, int, int, list[float]]]) -> str:
@@ -37,7 +37,7 @@ def test_llama_bench_is_asked_once_a_depth(tmp_path: Path) -> None:
 
 def test_what_llama_bench_says() -> None:
     read = llamacpp.read_bench(bench_json([(256, 0, 0, [10.0, 11.0]), (0, 16, 2048, [4.0])]))
-    assert read == {PP: [10.0, 11.0], Work(tokens=16, depth=2048): [4.0]}
+    assert read == {PP: [10.0, 11.0], TimedWork(tokens=16, depth=2048): [4.0]}
     with pytest.raises(PeerError, match="something else than its JSON"):
         llamacpp.read_bench("error: failed to load model")
 
@@ -105,7 +105,7 @@ def test_our_own_receipt_is_read() -> None:
 def test_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
 
-    def peer(*_: object) -> dict[Work, list[float]]:
+    def peer(*_: object) -> dict[TimedWork, list[float]]:
         turns.append(PEER)
         return {TG: [10.0]}
 

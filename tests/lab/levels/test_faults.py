@@ -13,7 +13,7 @@ from scripted_peer import LIMITS, ScriptedPeer
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import Gates, parse
 from halfbyte.lab.levels.correctness import Reference, make_reference
-from halfbyte.lab.levels.protocol import Report, run_levels
+from halfbyte.lab.levels.protocol import ProtocolReport, run_levels
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.options import CheckOptions, StressCounts
 from halfbyte.lab.peers.launch import Setup
@@ -48,7 +48,7 @@ def no_process_is_left() -> Iterator[None]:
     assert not left
 
 
-def verdicts(report: Report) -> dict[str, str]:
+def verdicts(report: ProtocolReport) -> dict[str, str]:
     return {o.level: o.verdict for o in report.outcomes}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates, parse
-from halfbyte.lab.levels.kernel_path import MOST_DRAFTED, RULES, Evidence, exercise, judge, read_log, read_record
+from halfbyte.lab.levels.kernel_path import MOST_DRAFTED, RULES, PathEvidence, exercise, judge, read_log, read_record
 from halfbyte.lab.peers.asker import Asker, Question, Reply
 from halfbyte.lab.trace import read_trace
 
@@ -35,22 +35,24 @@ def phase(name: str, covers: tuple[str, ...] = ALL, activation: str = "bf16", **
     } | more
 
 
-def record(regimes: dict[str, list[dict[str, Any]]], way: str = "eager", differences: tuple[str, ...] = ()) -> Evidence:
+def record(
+    regimes: dict[str, list[dict[str, Any]]], way: str = "eager", differences: tuple[str, ...] = ()
+) -> PathEvidence:
     ways = {r: [{"way": way, "phases": phases}] for r, phases in regimes.items()}
-    return Evidence({"record": {"regimes": ways}, "differences": list(differences)})
+    return PathEvidence({"record": {"regimes": ways}, "differences": list(differences)})
 
 
-def failed(evidence: Evidence, of: Gates, traffic: tuple[str, ...] = ()) -> dict[str, str]:
+def failed(evidence: PathEvidence, of: Gates, traffic: tuple[str, ...] = ()) -> dict[str, str]:
     return {c.what: c.note for c in judge(of, evidence, traffic) if not c.ok}
 
 
 # ---- logs and traces -------------------------------------------------------------------------------------------------
 
 
-def log(tmp_path: Path, text: str) -> Evidence:
+def log(tmp_path: Path, text: str) -> PathEvidence:
     path = tmp_path / "server.log"
     path.write_text(text)
-    return Evidence(statements=read_log(path))
+    return PathEvidence(statements=read_log(path))
 
 
 VLLM_MARLIN = """
@@ -85,7 +87,7 @@ def test_a_gate_that_nothing_speaks_of_is_not_proven(tmp_path: Path) -> None:
     assert failed(evidence, gates(activation="mxfp8")) == {"activation mxfp8 ran": "nothing shows mxfp8"}
     assert "no rule" in failed(evidence, gates(activation="int8"))["activation int8 ran"]
     assert failed(log(tmp_path, "hello\n"), gates(moe_kernel="marlin"))  # a log that says nothing at all
-    assert not judge(Gates(), Evidence())  # nothing was asked for
+    assert not judge(Gates(), PathEvidence())  # nothing was asked for
 
 
 @pytest.mark.parametrize(
@@ -99,10 +101,10 @@ def test_a_gate_that_nothing_speaks_of_is_not_proven(tmp_path: Path) -> None:
 )
 def test_the_seeds_table_of_kernels(value: str, right: str, wrong: str) -> None:
     asked = gates(moe_kernel=value)
-    assert not failed(Evidence(kernels=(right, "rms_norm")), asked)
-    assert failed(Evidence(kernels=("rms_norm",)), asked)
+    assert not failed(PathEvidence(kernels=(right, "rms_norm")), asked)
+    assert failed(PathEvidence(kernels=("rms_norm",)), asked)
     if wrong:
-        assert failed(Evidence(kernels=(right, wrong)), asked)
+        assert failed(PathEvidence(kernels=(right, wrong)), asked)
 
 
 # Kernels of a real profile: vLLM with Marlin's experts, FlashInfer's attention, dense products of cuBLAS and CUTLASS.
@@ -114,17 +116,17 @@ PROFILE = (
 
 
 def test_dense_kernels_are_not_taken_for_experts() -> None:
-    ran = Evidence(kernels=PROFILE)
+    ran = PathEvidence(kernels=PROFILE)
     assert not failed(ran, gates(moe_kernel="marlin", attention="flashinfer"))
     for value in ("cutlass", "triton"):
         assert "must not be seen: marlin_moe" in failed(ran, gates(moe_kernel=value))[f"moe_kernel {value} ran"]
     assert failed(ran, gates(attention="triton"))
-    dense = Evidence(kernels=tuple(k for k in PROFILE if "marlin_moe" not in k))
+    dense = PathEvidence(kernels=tuple(k for k in PROFILE if "marlin_moe" not in k))
     for value in ("gemv", "cutlass", "triton", "marlin"):  # each of them has a dense namesake there
         assert failed(dense, gates(moe_kernel=value)) == {f"moe_kernel {value} ran": f"nothing shows {value}"}
-    assert failed(Evidence(kernels=("marlin_moe_wna16::Marlin", "marlin_repack")), gates(linear_kernel="marlin"))
-    assert not failed(Evidence(kernels=("marlin::Marlin<bf16>",)), gates(linear_kernel="marlin"))
-    assert failed(Evidence(statements=("Using 'MARLIN' Mxfp4 MoE backend",)), gates(linear_kernel="marlin"))
+    assert failed(PathEvidence(kernels=("marlin_moe_wna16::Marlin", "marlin_repack")), gates(linear_kernel="marlin"))
+    assert not failed(PathEvidence(kernels=("marlin::Marlin<bf16>",)), gates(linear_kernel="marlin"))
+    assert failed(PathEvidence(statements=("Using 'MARLIN' Mxfp4 MoE backend",)), gates(linear_kernel="marlin"))
 
 
 def test_traces_of_both_kinds(tmp_path: Path) -> None:
@@ -180,10 +182,10 @@ def test_formats_instructions_and_graphs_of_a_record() -> None:
     assert failed(replayed, gates(graphs="off")) == {"no graph was replayed": "graph of 1 rows"}
 
 
-def with_values(**values: Any) -> Evidence:
+def with_values(**values: Any) -> PathEvidence:
     evidence = record({"decode": [phase("cpu.step")]})
     assert evidence.record is not None
-    return Evidence({**evidence.record, "values": values})
+    return PathEvidence({**evidence.record, "values": values})
 
 
 def speculation(proposer: str, drafted: int) -> dict[str, Any]:
@@ -211,7 +213,7 @@ def test_a_gate_without_a_witness_is_not_proven() -> None:
         (note,) = failed(plugin, gates(**{axis: value})).values()
         assert note.startswith("nothing shows"), (axis, note)
     assert plugin.record is not None
-    log = Evidence(plugin.record, statements=("Using fp8 data type to store kv cache.",))
+    log = PathEvidence(plugin.record, statements=("Using fp8 data type to store kv cache.",))
     assert not failed(log, gates(kv_dtype="fp8"))
 
 

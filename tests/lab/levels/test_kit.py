@@ -15,7 +15,7 @@ from scripted_peer import ScriptedPeer
 from halfbyte.lab import receipts
 from halfbyte.lab.levels import kit as kit_
 from halfbyte.lab.levels.kit import Kit, make_kit, private_words, without_private, write_archive
-from halfbyte.lab.levels.protocol import Outcome, Report
+from halfbyte.lab.levels.protocol import Outcome, ProtocolReport
 from halfbyte.lab.result import Cell, Result, figure, from_json
 
 
@@ -113,10 +113,10 @@ def test_the_report_reads_it(tmp_path: Path) -> None:
 def test_what_does_not_fit_into_the_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def levels(subject: object, numbers: list[str], options: object) -> Report:
+    def levels(subject: object, numbers: list[str], options: object) -> ProtocolReport:
         ran.extend(numbers)
         kit.begun -= 70.0  # each takes more than a minute
-        return Report(subject, [Outcome(numbers[0], [Result(Cell("smoke"), (figure("start", "s", 1.0),))])])  # type: ignore[arg-type]
+        return ProtocolReport(subject, [Outcome(numbers[0], [Result(Cell("smoke"), (figure("start", "s", 1.0),))])])  # type: ignore[arg-type]
 
     monkeypatch.setattr(kit_, "run_levels", levels)
     monkeypatch.setattr(Kit, "doctor", lambda _: None)

@@ -12,7 +12,7 @@ from scripted_peer import LIMITS, ScriptedPeer
 from halfbyte.errors import DisturbedError, UsageError
 from halfbyte.gates import PRESETS, Gates
 from halfbyte.lab.levels import matrix
-from halfbyte.lab.levels.benchmark import Measurement
+from halfbyte.lab.levels.benchmark import EngineMeasurement
 from halfbyte.lab.levels.matrix import check_matrix, counts, covering, every, gates_of
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.measure.rounds import RunLog
@@ -140,16 +140,16 @@ def test_cells_of_an_interrupted_matrix_are_not_run_again(tmp_path: Path, monkey
 
     timed: list[Gates] = []
 
-    def time(self: Measurement) -> None:
+    def time(self: EngineMeasurement) -> None:
         if len(timed) == 2:
             raise KeyboardInterrupt
         timed.append(self.gates)
         original(self)
 
     monkeypatch.setattr(matrix, "side_by_side", lambda subject: 2)
-    original = Measurement.time
+    original = EngineMeasurement.time
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(Measurement, "time", time)
+        interrupted.setattr(EngineMeasurement, "time", time)
         with pytest.raises(KeyboardInterrupt):
             run()
     before = RunLog(tmp_path / "x", identity)

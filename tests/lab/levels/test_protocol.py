@@ -13,7 +13,7 @@ from halfbyte.lab.levels.correctness import Reference, first_difference
 from halfbyte.lab.levels.kernel_path import UNPROVEN
 from halfbyte.lab.levels.log_page import TITLES, log_markdown, write_files
 from halfbyte.lab.levels.matrix import NOT_TIMED
-from halfbyte.lab.levels.protocol import LEVELS, Outcome, Report, level_numbers
+from halfbyte.lab.levels.protocol import LEVELS, Outcome, ProtocolReport, level_numbers
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.options import StressCounts
 from halfbyte.lab.peers.launch import Setup
@@ -79,8 +79,8 @@ def test_reasons_are_sentences_with_their_cells() -> None:
     assert outcome.sentence == "1 of 1 checks hold. tg32: it was throttled. Remove the cause, and measure again."
 
 
-def report_of(folder: Path, *outcomes: Outcome) -> Report:
-    return Report(Subject(ScriptedPeer(), Setup(None), folder), list(outcomes))
+def report_of(folder: Path, *outcomes: Outcome) -> ProtocolReport:
+    return ProtocolReport(Subject(ScriptedPeer(), Setup(None), folder), list(outcomes))
 
 
 def test_only_a_whole_run_is_ready(tmp_path: Path) -> None:

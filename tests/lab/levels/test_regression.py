@@ -27,7 +27,7 @@ from halfbyte.lab.levels.regression import (
     sentences,
 )
 from halfbyte.lab.levels.subject import Subject
-from halfbyte.lab.measure.engine_timing import Answer, Work
+from halfbyte.lab.measure.engine_timing import TimedAnswer, TimedWork
 from halfbyte.lab.options import CheckOptions, Works
 from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import Cell, Result, ResultFile, figure
@@ -35,7 +35,7 @@ from tests.lab.measure.virtual_server import KnownServer
 
 NOISE = 0.015
 REPETITIONS = 20
-WORKS = (Work(tokens=32), Work(prompt=64))
+WORKS = (TimedWork(tokens=32), TimedWork(prompt=64))
 
 
 class WaveringClient:
@@ -44,10 +44,10 @@ class WaveringClient:
     def __init__(self, slower: float, seed: int) -> None:
         self.slower, self._draw = slower, random.Random(seed)
 
-    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[TimedAnswer]:
         factor = self.slower * self._draw.gauss(1.0, NOISE)
         arrivals = [(factor * (0.050 + 0.004 * i), 1) for i in range(tokens)]
-        return [Answer(list(arrivals), [7] * tokens) for _ in prompts]
+        return [TimedAnswer(list(arrivals), [7] * tokens) for _ in prompts]
 
 
 class WaveringServer(WaveringClient):
@@ -58,10 +58,10 @@ class WaveringServer(WaveringClient):
         self.server = KnownServer(0.0, 0.0)
         self.client = self.server.client()
 
-    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[TimedAnswer]:
         factor = self.slower * self._draw.gauss(1.0, NOISE)
         self.server.prefill, self.server.pace = 0.050 * factor, 0.004 * factor
-        answers: list[Answer] = self.server.run(self.client.complete_all(prompts, tokens))
+        answers: list[TimedAnswer] = self.server.run(self.client.complete_all(prompts, tokens))
         return answers
 
 
@@ -140,7 +140,7 @@ def test_two_real_processes_are_compared(tmp_path: Path) -> None:
     """Real HTTP, real processes, side by side; how fast they are is not for this test to say."""
     subject = Subject(ScriptedPeer(pace=0.005), Setup(None, parse({"graphs": "off"}, env={})), tmp_path, limits=LIMITS)
     pair = Pair("baseline", Gates(), subject.gates)
-    (result,) = compare_pair(subject, pair, Rounds((Work(tokens=8),), least=6, most=6))
+    (result,) = compare_pair(subject, pair, Rounds((TimedWork(tokens=8),), least=6, most=6))
     assert not result.refused
     assert result.figure("speed").samples == result.figure("before").samples >= 6
     assert result.cell.shape["against"] == "baseline"
@@ -153,6 +153,8 @@ def test_an_earlier_run_without_a_cell_in_common_fails(tmp_path: Path) -> None:
     replace(file_of(1.0), results=(other,)).write(tmp_path / "earlier.json")
     subject = Subject(ScriptedPeer(pace=0.005), Setup(None), tmp_path / "run", limits=LIMITS)
     options = CheckOptions(works=Works((8,), (8,), repeats=6), against=tmp_path / "earlier.json")
-    outcome = run_levels(subject, ["4", "5"], options, rounds=Rounds((Work(tokens=8),), least=6, most=6)).outcomes[1]
+    outcome = run_levels(subject, ["4", "5"], options, rounds=Rounds((TimedWork(tokens=8),), least=6, most=6)).outcomes[
+        1
+    ]
     assert outcome.verdict == "FAIL"
     assert "nothing was compared" in outcome.reasons[0]

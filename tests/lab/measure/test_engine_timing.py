@@ -14,8 +14,16 @@ from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.runner import StepResult
 from halfbyte.errors import InvalidFigureError, UsageError
 from halfbyte.lab.measure import engine_timing
-from halfbyte.lab.measure.engine_timing import ATTEMPTS, Answer, CoreClient, Work, all_work, measure_engine, time_work
-from halfbyte.lab.measure.rounds import Measured, Runs
+from halfbyte.lab.measure.engine_timing import (
+    ATTEMPTS,
+    CoreClient,
+    TimedAnswer,
+    TimedWork,
+    all_work,
+    measure_engine,
+    time_work,
+)
+from halfbyte.lab.measure.rounds import CellRuns, Measured
 from halfbyte.lab.result import Cell, Check
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
@@ -62,7 +70,7 @@ def client_of(machine: Machine, rows: int = 8192) -> CoreClient:
 @pytest.mark.parametrize("depth", [0, 256])
 def test_decode_of_a_machine_of_known_speed(concurrency: int, depth: int) -> None:
     """Steps of exactly 10 ms, however many rows: every request gets 100 tokens a second."""
-    work = Work(tokens=64, depth=depth, concurrency=concurrency)
+    work = TimedWork(tokens=64, depth=depth, concurrency=concurrency)
     timing = time_work(client_of(Machine(0.010, 0.0)), work, 1000, repeats=3)
     assert timing.rates == pytest.approx([100.0 * concurrency] * 3)
     assert len(timing.sequences) == concurrency
@@ -72,13 +80,15 @@ def test_decode_of_a_machine_of_known_speed(concurrency: int, depth: int) -> Non
 @pytest.mark.parametrize(("prompt", "concurrency"), [(512, 1), (2048, 1), (512, 4)])
 def test_prompts_of_a_machine_of_known_speed(prompt: int, concurrency: int) -> None:
     """10 us a row and nothing else: 100,000 tokens a second, all of them in one step."""
-    timing = time_work(client_of(Machine(0.0, 1e-5)), Work(prompt=prompt, concurrency=concurrency), 1000, repeats=2)
+    timing = time_work(
+        client_of(Machine(0.0, 1e-5)), TimedWork(prompt=prompt, concurrency=concurrency), 1000, repeats=2
+    )
     assert timing.rates == pytest.approx([1e5] * 2)
     assert timing.first == pytest.approx([prompt * concurrency * 1e-5] * 2 * concurrency)
 
 
 def test_a_prefix_in_the_cache_is_not_counted() -> None:
-    timing = time_work(client_of(Machine(0.0, 1e-5)), Work(prompt=512, depth=1024), 1000, repeats=2)
+    timing = time_work(client_of(Machine(0.0, 1e-5)), TimedWork(prompt=512, depth=1024), 1000, repeats=2)
     assert timing.cached == [1024, 1024]
     assert timing.rates == pytest.approx([1e5] * 2)
     assert timing.first == pytest.approx([512e-5] * 2)
@@ -87,19 +97,19 @@ def test_a_prefix_in_the_cache_is_not_counted() -> None:
 def test_only_the_time_in_which_all_decode_counts() -> None:
     """The first of two prompts begins to decode while the second is still read: that is no decode speed of both."""
     machine = Machine(0.010, 1e-4)
-    timing = time_work(client_of(machine, rows=600), Work(tokens=64, depth=0, concurrency=2), 1000, repeats=1)
+    timing = time_work(client_of(machine, rows=600), TimedWork(tokens=64, depth=0, concurrency=2), 1000, repeats=1)
     assert timing.rates == pytest.approx([2 / 0.0102])
 
     class Late:
-        def complete(self, prompts: list[list[int]], tokens: int) -> list[Answer]:
-            first = Answer([(float(i), 1) for i in range(tokens)], [7] * tokens)
-            second = Answer([(20.0 + i, 1) for i in range(tokens)], [7] * tokens)
+        def complete(self, prompts: list[list[int]], tokens: int) -> list[TimedAnswer]:
+            first = TimedAnswer([(float(i), 1) for i in range(tokens)], [7] * tokens)
+            second = TimedAnswer([(20.0 + i, 1) for i in range(tokens)], [7] * tokens)
             return [first, second]
 
-    timing = time_work(Late(), Work(tokens=30, concurrency=2), 1000, repeats=1)  # type: ignore[arg-type]
+    timing = time_work(Late(), TimedWork(tokens=30, concurrency=2), 1000, repeats=1)  # type: ignore[arg-type]
     assert timing.rates == [2.0]
     with pytest.raises(InvalidFigureError, match="before another had its first"):
-        time_work(Late(), Work(tokens=10, concurrency=2), 1000, repeats=1)  # type: ignore[arg-type]
+        time_work(Late(), TimedWork(tokens=10, concurrency=2), 1000, repeats=1)  # type: ignore[arg-type]
 
 
 def test_a_client_that_slept_is_asked_again_and_not_for_ever() -> None:
@@ -109,29 +119,34 @@ def test_a_client_that_slept_is_asked_again_and_not_for_ever() -> None:
         def __init__(self, times: int) -> None:
             self.times = times
 
-        def complete(self, prompts: list[list[int]], tokens: int) -> list[Answer]:
+        def complete(self, prompts: list[list[int]], tokens: int) -> list[TimedAnswer]:
             self.times -= 1
             pace = 0.0 if self.times >= 0 else 1.0
-            return [Answer([(pace * i, 1) for i in range(tokens)], [7] * tokens) for _ in prompts]
+            return [TimedAnswer([(pace * i, 1) for i in range(tokens)], [7] * tokens) for _ in prompts]
 
-    assert time_work(Sleepy(ATTEMPTS - 1), Work(tokens=8), 1000, repeats=1).rates == [1.0]  # type: ignore[arg-type]
+    assert time_work(Sleepy(ATTEMPTS - 1), TimedWork(tokens=8), 1000, repeats=1).rates == [1.0]  # type: ignore[arg-type]
     with pytest.raises(InvalidFigureError, match="the tokens came at once"):
-        time_work(Sleepy(ATTEMPTS), Work(tokens=8), 1000, repeats=1)  # type: ignore[arg-type]
+        time_work(Sleepy(ATTEMPTS), TimedWork(tokens=8), 1000, repeats=1)  # type: ignore[arg-type]
 
 
 def test_a_request_that_ends_early_is_no_figure() -> None:
     class Short:
-        def complete(self, prompts: list[list[int]], tokens: int) -> list[Answer]:
-            return [Answer([(1.0, 1)], [7]) for _ in prompts]
+        def complete(self, prompts: list[list[int]], tokens: int) -> list[TimedAnswer]:
+            return [TimedAnswer([(1.0, 1)], [7]) for _ in prompts]
 
     with pytest.raises(InvalidFigureError, match="1 tokens instead of 8"):
-        time_work(Short(), Work(tokens=8), 1000, repeats=1)  # type: ignore[arg-type]
+        time_work(Short(), TimedWork(tokens=8), 1000, repeats=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("fast_machine")
 def test_the_embedded_model_beside_its_ceilings(model: GptOss) -> None:
     tokenizer = load.tokenizer_of(load.resolve_model(None))
-    works = [Work(prompt=32), Work(tokens=6), Work(prompt=32, depth=128, concurrency=2), Work(tokens=6, concurrency=3)]
+    works = [
+        TimedWork(prompt=32),
+        TimedWork(tokens=6),
+        TimedWork(prompt=32, depth=128, concurrency=2),
+        TimedWork(tokens=6, concurrency=3),
+    ]
     results = measure_engine(model, tokenizer, works, 2, cell=TINY, checks=(Check("compared", True),))
     assert [r.cell.label for r in results] == ["pp32", "tg6", "pp32 @ d128, c=2", "tg6, c=3"]
     for r in results:
@@ -175,20 +190,20 @@ def test_experts_are_those_of_the_timed_steps(model: GptOss) -> None:
 @pytest.mark.usefixtures("fast_machine")
 def test_what_is_refused(model: GptOss) -> None:
     tokenizer = load.tokenizer_of(load.resolve_model(None))
-    (refused,) = measure_engine(model, tokenizer, [Work(tokens=4)], 1, cell=TINY, checks=(Check("logits", False),))
+    (refused,) = measure_engine(model, tokenizer, [TimedWork(tokens=4)], 1, cell=TINY, checks=(Check("logits", False),))
     assert "logits" in refused.refused
     with pytest.raises(UsageError, match="more than this model's context"):
-        measure_engine(model, tokenizer, [Work(prompt=10**6)], 1, cell=TINY)
+        measure_engine(model, tokenizer, [TimedWork(prompt=10**6)], 1, cell=TINY)
     options = EngineOptions(gates=model.gates, max_seqs=1, max_context=256, kv_gib=0.01)
     too_long, fits = measure_engine(
-        model, tokenizer, [Work(prompt=2000), Work(prompt=16)], 1, cell=TINY, options=options
+        model, tokenizer, [TimedWork(prompt=2000), TimedWork(prompt=16)], 1, cell=TINY, options=options
     )
     assert "2000" in too_long.refused or "context" in too_long.refused
     assert fits.figure("speed").value > 0
 
 
 def test_a_speed_above_the_ceiling_is_refused(model: GptOss) -> None:
-    work, runs = Work(tokens=4), Runs([Measured(1e12, 1.0, (0.1,), (0,), [[1, 2, 3]])] * 2)
+    work, runs = TimedWork(tokens=4), CellRuns([Measured(1e12, 1.0, (0.1,), (0,), [[1, 2, 3]])] * 2)
     with pytest.raises(UsageError, match="passes its ceiling"):
         engine_timing.result_of(work, runs, replace(TINY, kind="decode"), model, 4.0)
     assert engine_timing.result_of(work, runs, TINY, None).figure("speed").ceiling is None

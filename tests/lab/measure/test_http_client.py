@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from halfbyte.errors import EngineError, InvalidFigureError, UsageError
-from halfbyte.lab.measure.engine_timing import Work, time_work
+from halfbyte.lab.measure.engine_timing import TimedWork, time_work
 from halfbyte.lab.measure.event_stream import read_blocks
 from halfbyte.lab.measure.http_client import HttpClient
 
@@ -90,8 +90,8 @@ def test_a_server_of_known_speed() -> None:
     with running(server) as url:
         client = HttpClient(url)
         assert client.model == "paced"
-        decode = time_work(client, Work(tokens=21, concurrency=2), 1000, repeats=1)
-        prompt = time_work(client, Work(prompt=64), 1000, repeats=1)
+        decode = time_work(client, TimedWork(tokens=21, concurrency=2), 1000, repeats=1)
+        prompt = time_work(client, TimedWork(prompt=64), 1000, repeats=1)
     assert decode.rates == pytest.approx([100.0], rel=0.15)
     assert prompt.first == pytest.approx([0.1], rel=0.3)
     body = server.bodies[-1]

@@ -13,7 +13,7 @@ import torch
 from halfbyte.gpu_sensor import Sample
 from halfbyte.lab.measure import device_timing, phase_timing
 from halfbyte.lab.measure.power import PowerMeter
-from halfbyte.lab.result import Ceiling, Cell, measure_cell
+from halfbyte.lab.result import Cell, FigureCeiling, measure_cell
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
@@ -121,9 +121,9 @@ def test_rates_name_the_bound() -> None:
 def test_a_phase_above_its_ceiling_has_no_figure() -> None:
     """Two seconds' worth of bytes in one: not all of it was really read."""
     cell, floor = Cell("phase", path="x"), Work(bytes=9e12).seconds(GPUS["h200"]) * 1e6
-    time_it = partial(phase_timing.timed, cell, 1e6, Ceiling(floor, "H200"), {})
+    time_it = partial(phase_timing.timed, cell, 1e6, FigureCeiling(floor, "H200"), {})
     assert "passes its ceiling" in measure_cell(cell, time_it).refused
-    assert measure_cell(cell, partial(phase_timing.timed, cell, 2.1e6, Ceiling(floor, "H200"), {})).figures
+    assert measure_cell(cell, partial(phase_timing.timed, cell, 2.1e6, FigureCeiling(floor, "H200"), {})).figures
 
 
 def test_the_reference_is_not_the_native_path(model: GptOss) -> None:

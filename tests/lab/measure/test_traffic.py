@@ -12,9 +12,9 @@ import pytest
 from halfbyte.errors import UsageError
 from halfbyte.gpu_sensor import Sample
 from halfbyte.lab import served
-from halfbyte.lab.measure.event_stream import Reading
+from halfbyte.lab.measure.event_stream import StreamReading
 from halfbyte.lab.measure.power import PowerMeter
-from halfbyte.lab.measure.traffic import Asked, Limits, measure_traffic, stall
+from halfbyte.lab.measure.traffic import Limits, SentRequest, measure_traffic, stall
 from halfbyte.lab.options import WorkloadOptions
 from halfbyte.lab.result import Cell, Result
 from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson, Staircase
@@ -221,11 +221,11 @@ def test_a_limit_that_is_none(text: str) -> None:
         Limits.parse(text)
 
 
-def asked_at(*arrivals: list[float]) -> list[Asked]:
+def asked_at(*arrivals: list[float]) -> list[SentRequest]:
     made = []
     for times in arrivals:
-        asked = Asked(synthetic(8, 2, 100).session(0).turns[0], 0, 0, 0.0)
-        asked.reading = Reading(arrivals=[(at, 1.0) for at in times])
+        asked = SentRequest(synthetic(8, 2, 100).session(0).turns[0], 0, 0, 0.0)
+        asked.reading = StreamReading(arrivals=[(at, 1.0) for at in times])
         made.append(asked)
     return made
 

@@ -13,7 +13,7 @@ import pytest
 
 from halfbyte.lab.bench import run_bench
 from halfbyte.lab.levels.correctness import Reference, find_reference
-from halfbyte.lab.levels.protocol import Report, run_levels
+from halfbyte.lab.levels.protocol import ProtocolReport, run_levels
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.options import BenchOptions, CheckOptions, StressCounts, Works
 from halfbyte.lab.peers.engines import engine_named
@@ -28,7 +28,7 @@ VLLM_FLAGS = ("--max-model-len", "4096", "--max-num-seqs", "8", "--enforce-eager
 VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def checked(engine: str, folder: Path, levels: list[str], setup: Setup) -> Report:
+def checked(engine: str, folder: Path, levels: list[str], setup: Setup) -> ProtocolReport:
     peer = engine_named(engine)
     subject = Subject(peer, peer.prepare(setup, print), folder, limits=LIMITS)
     embedded = Subject(engine_named("halfbyte"), Setup(None), folder)
@@ -38,7 +38,7 @@ def checked(engine: str, folder: Path, levels: list[str], setup: Setup) -> Repor
     return run_levels(subject, levels, CheckOptions(counts=SMALL, reference=reference, works=WORKS))
 
 
-def assert_passed(report: Report) -> None:
+def assert_passed(report: ProtocolReport) -> None:
     """Every level is a PASS, or NOT PROVEN at level 2: these engines do not score prompts, or cannot render a chat of
     the embedded model. Every check that was made holds."""
     reasons = {o.level: (o.verdict, o.reasons) for o in report.outcomes}

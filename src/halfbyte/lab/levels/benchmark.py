@@ -23,7 +23,7 @@ from halfbyte.lab.ceilings import Ceilings, beside, ceilings_here
 from halfbyte.lab.levels.correctness import first_difference
 from halfbyte.lab.levels.kernel_path import (
     UNPROVEN,
-    Evidence,
+    PathEvidence,
     exercise,
     path_checks,
     path_problem,
@@ -33,7 +33,7 @@ from halfbyte.lab.levels.scores import bound_of, greedy_gaps, margin_of
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.levels.targets import targets_for
 from halfbyte.lab.measure.engine_timing import measure_client
-from halfbyte.lab.measure.rounds import Runs
+from halfbyte.lab.measure.rounds import CellRuns
 from halfbyte.lab.options import Works
 from halfbyte.lab.peers.asker import Asker, Question
 from halfbyte.lab.peers.process import PeerProcess
@@ -53,7 +53,7 @@ def play_works(works: Works, subject: Subject) -> Play:
     )  # fmt: skip
 
 
-def answer_problem(asker: Asker, bound: float, runs: Runs) -> str:
+def answer_problem(asker: Asker, bound: float, runs: CellRuns) -> str:
     """Why the answers that were timed last are not the engine's own; empty where they are. The engine is asked again
     while nothing is timed: where two answers part, neither token may be better by more than `bound` nats. What was
     timed is scored, too, if the engine scores prompts: its tokens must be nearly the best ones. An answer of one token
@@ -93,7 +93,7 @@ def first_other_piece(text: str, pieces: Sequence[str]) -> int | None:
 
 
 @dataclass
-class Measurement:
+class EngineMeasurement:
     """An engine of some gates: started and asked, timed, ended, and its figures as far as they can be believed.
 
     Its steps are separate, so that several engines can be started together and timed one at a time. After a step that
@@ -145,7 +145,7 @@ class Measurement:
         gates = self.gates if self.subject.peer.name == "halfbyte" else as_stored(self.gates)
         return ceilings_here(self.subject.model, gates, self.subject.setup.device)
 
-    def facts(self, result: Result, evidence: Evidence) -> dict[str, Any]:
+    def facts(self, result: Result, evidence: PathEvidence) -> dict[str, Any]:
         """What a reader needs to repeat a cell, and to judge it: engine, command, memory, first tokens, drafts."""
         facts: dict[str, Any] = {
             "start_s": self.engine.startup.first_token_s,
@@ -191,9 +191,9 @@ def blamed(result: Result, reason: str, *, unproven: bool = False) -> Result:
     return replace(result, detail=detail).invalidated(reason)
 
 
-def measure(subject: Subject, gates: Gates, play: Play, what: str = "benchmark") -> list[Result]:
+def measure(subject: Subject, gates: Gates, play: Play, title: str = "benchmark") -> list[Result]:
     """An engine of these gates, started for this."""
-    measurement = Measurement(subject, gates, play, subject.process(what, gates))
+    measurement = EngineMeasurement(subject, gates, play, subject.process(title, gates))
     try:
         measurement.start()
         measurement.time()

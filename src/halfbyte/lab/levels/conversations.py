@@ -154,7 +154,7 @@ def conversation_checks(asker: Asker, gaps: list[str], *, judged: bool = True) -
             checks.append(Check(f"{api.name}: right answers", right >= RIGHT, right, RIGHT, note))
         checks.append(control_check(api.name, answers))
         checks.append(stream_check(asker, api, answers[0]))
-        for what, more, question, check in (
+        for title, more, question, check in (
             ("a required tool", api.tool, TOOL_QUESTION, tool_check),
             ("a JSON schema", api.schema, SCHEMA_QUESTION, schema_check),
         ):
@@ -165,7 +165,7 @@ def conversation_checks(asker: Asker, gaps: list[str], *, judged: bool = True) -
             except AskError as e:
                 if not str(e).startswith(REFUSED):
                     raise
-                gaps.append(f"{api.name}: the engine refuses {what}, which was not judged ({str(e)[:120]}).")
+                gaps.append(f"{api.name}: the engine refuses {title}, which was not judged ({str(e)[:120]}).")
     return checks
 
 

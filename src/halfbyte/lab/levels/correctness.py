@@ -102,7 +102,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Answers:
+class SuiteAnswers:
     """What an engine said to a suite."""
 
     replies: tuple[Reply, ...]
@@ -118,7 +118,7 @@ def find_reference(subject: Subject) -> Path | None:
     return path if subject.model.path == load.EMBEDDED and path.is_file() else None
 
 
-def ask_suite(asker: Asker, suite: Suite, tokenizer: Tokenizer, logprobs: int | None = None) -> Answers:
+def ask_suite(asker: Asker, suite: Suite, tokenizer: Tokenizer, logprobs: int | None = None) -> SuiteAnswers:
     prompts = [item.prompt for item in suite.items(tokenizer)]
     replies: list[Reply] = []
     for reply in asker.ask_all([Question(p, tokens=MOST, logprobs=logprobs) for p in prompts], AT_ONCE):
@@ -127,24 +127,31 @@ def ask_suite(asker: Asker, suite: Suite, tokenizer: Tokenizer, logprobs: int | 
         if reply.tokens is None:
             raise AskError("this engine gives no token ids, without which answers cannot be compared token by token")
         replies.append(reply)
-    given = iter(replies)
-    report = suite.run(tokenizer, lambda some, _: [list(next(given).tokens or ()) for _ in some])
+    remaining = iter(replies)
+    report = suite.run(tokenizer, lambda some, _: [list(next(remaining).tokens or ()) for _ in some])
     right = sum(t.right for t in report.tasks.values())
-    return Answers(tuple(replies), right, report.well_formed, report.accuracy, report.to_json())
+    return SuiteAnswers(tuple(replies), right, report.well_formed, report.accuracy, report.to_json())
 
 
 def make_reference(subject: Subject, asker: Asker, suite: Suite) -> Reference:
     """From an engine that is trusted: halfbyte's reference plan, or the one that a new feature is held against."""
     answers = ask_suite(asker, suite, load.tokenizer_of(subject.model), logprobs=2)
-    kept = []
+    reference_answers = []
     for reply in answers.replies:
         margins = tuple(round(margin_of(top), 3) for top in reply.top)
         assert reply.tokens is not None
-        kept.append(ReferenceAnswer(reply.tokens, margins))
+        reference_answers.append(ReferenceAnswer(reply.tokens, margins))
     name = subject.model
     hashes = {} if name.path is None or not name.path.is_dir() else _hashes(name.path)
     return Reference(
-        name.label, hashes, suite.name, suite.seed, suite.per_task, subject.gates.changes(), answers.right, tuple(kept)
+        name.label,
+        hashes,
+        suite.name,
+        suite.seed,
+        suite.per_task,
+        subject.gates.changes(),
+        answers.right,
+        tuple(reference_answers),
     )
 
 
@@ -328,13 +335,13 @@ def logprob_checks(asker: Asker) -> list[Check]:
 
 
 def seed_checks(asker: Asker) -> list[Check]:
-    def said(seed: int, temperature: float) -> tuple[object, ...]:
+    def tokens_for(seed: int, temperature: float) -> tuple[object, ...]:
         reply = asker.ask(Question("Once upon a time", tokens=24, temperature=temperature, seed=seed, exactly=True))
         return reply.tokens or (reply.text,)
 
-    first, again = said(SEEDS[0], 1.0), said(SEEDS[0], 1.0)
-    others = [said(seed, 1.0) for seed in SEEDS[1:]]
-    greedy = said(SEEDS[0], 0.0), said(SEEDS[1], 0.0)
+    first, again = tokens_for(SEEDS[0], 1.0), tokens_for(SEEDS[0], 1.0)
+    others = [tokens_for(seed, 1.0) for seed in SEEDS[1:]]
+    greedy = tokens_for(SEEDS[0], 0.0), tokens_for(SEEDS[1], 0.0)
     return [
         Check("the same seed gives the same tokens", first == again),
         Check("other seeds give others", any(o != first for o in others)),
@@ -342,7 +349,9 @@ def seed_checks(asker: Asker) -> list[Check]:
     ]
 
 
-def reference_checks(subject: Subject, answers: Answers, reference: Reference, detail: dict[str, Any]) -> list[Check]:
+def reference_checks(
+    subject: Subject, answers: SuiteAnswers, reference: Reference, detail: dict[str, Any]
+) -> list[Check]:
     if len(answers.replies) != len(reference.answers):
         raise UsageError(
             f"the reference has {len(reference.answers)} answers, the suite {len(answers.replies)} problems."

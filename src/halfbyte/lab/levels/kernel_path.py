@@ -39,7 +39,7 @@ KERNEL_AXES = {"moe_kernel": "moe", "linear_kernel": "linear", "attention": "att
 
 
 @dataclass(frozen=True)
-class Evidence:
+class PathEvidence:
     """What a witness says. `record` is the document of `engine/record_file.py`, or the plugin's in the same form."""
 
     record: Mapping[str, Any] | None = None
@@ -110,7 +110,7 @@ def check_path(subject: Subject, gates: Gates | None = None) -> Result:
     return subject.judged(cell, engine, [c for c in checks if c not in unproven], detail=detail, record=record)
 
 
-def path_checks(subject: Subject, ended: PeerProcess, gates: Gates) -> tuple[list[Check], Evidence]:
+def path_checks(subject: Subject, ended: PeerProcess, gates: Gates) -> tuple[list[Check], PathEvidence]:
     """Checks of an engine that has ended, and the evidence for them."""
     evidence = evidence_of(subject, ended)
     if ended.launch.record is not None and evidence.record is None:
@@ -135,18 +135,18 @@ def path_unproven(checks: Sequence[Check]) -> bool:
     return all(c.ok or c.note.startswith(NOTHING) for c in checks)
 
 
-def evidence_of(subject: Subject, ended: PeerProcess) -> Evidence:
+def evidence_of(subject: Subject, ended: PeerProcess) -> PathEvidence:
     """What shows which kernels an engine ran that has ended."""
     record = read_record(ended.launch.record)
     log = subject.log or (ended.log if ended.log.is_file() else None)
-    return Evidence(
+    return PathEvidence(
         record,
         read_log(log) if log is not None else (),
         read_trace(subject.trace).kernels if subject.trace is not None else (),
     )
 
 
-def witness(evidence: Evidence) -> str:
+def witness(evidence: PathEvidence) -> str:
     if evidence.record is not None:
         return "record"
     return "trace" if evidence.kernels else "log" if evidence.statements else "none"
@@ -176,12 +176,12 @@ def read_log(path: Path) -> tuple[str, ...]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as e:
         raise UsageError(f"the log {path} cannot be read ({e.strerror or e}).") from None
-    said = []
+    statements = []
     for line in lines:
-        kept = line if FALLBACK.search(line) else _MIGHT.split(line)[0]
-        if FALLBACK.search(kept) or _SAYS.search(kept):
-            said.append(kept.strip()[:300])
-    return tuple(dict.fromkeys(said))
+        claim = line if FALLBACK.search(line) else _MIGHT.split(line)[0]
+        if FALLBACK.search(claim) or _SAYS.search(claim):
+            statements.append(claim.strip()[:300])
+    return tuple(dict.fromkeys(statements))
 
 
 def read_record(path: Path | None) -> Mapping[str, Any] | None:
@@ -240,7 +240,7 @@ RULES: tuple[Rule, ...] = (
 PROPOSERS = {"ngram": "Ngram", "suffix": "Suffix", "draft": "DraftModel", "eagle3": "Eagle3"}
 
 
-def judge(gates: Gates, evidence: Evidence, traffic: Sequence[str] = ("decode", "prefill")) -> list[Check]:
+def judge(gates: Gates, evidence: PathEvidence, traffic: Sequence[str] = ("decode", "prefill")) -> list[Check]:
     """A check for every gate that is not at its default. Where nothing shows a gate's effect its check fails, with a
     note that begins with NOTHING."""
     defaults = ("auto", "checkpoint") if evidence.record is not None else ("auto", "checkpoint", "float", "on")
@@ -254,7 +254,7 @@ def judge(gates: Gates, evidence: Evidence, traffic: Sequence[str] = ("decode", 
     return [*_by_names(requests, evidence)]
 
 
-def _by_names(requests: Mapping[str, str], evidence: Evidence) -> Iterable[Check]:
+def _by_names(requests: Mapping[str, str], evidence: PathEvidence) -> Iterable[Check]:
     for axis, value in requests.items():
         rules = [r for r in RULES if r.axis == axis and (r.value == value or value.startswith(f"{r.value}-"))]
         if not rules:
@@ -275,8 +275,8 @@ def _by_names(requests: Mapping[str, str], evidence: Evidence) -> Iterable[Check
 
 def _fallback(statement: str, rule: Rule) -> bool:
     """Whether a line says that something else runs than this rule asks for. Naming no layer, it is about experts."""
-    found = FALLBACK.search(statement)
-    if found is None or not rule.must or re.search(rule.must, statement[found.end() :], re.IGNORECASE):
+    match = FALLBACK.search(statement)
+    if match is None or not rule.must or re.search(rule.must, statement[match.end() :], re.IGNORECASE):
         return False
     about = re.search(rule.about, statement, re.IGNORECASE) if rule.about else None
     other = re.search(r"attention|attn|linear|dense|sampler|tokenizer", statement, re.IGNORECASE)
@@ -287,7 +287,7 @@ def _fallback(statement: str, rule: Rule) -> bool:
 
 
 def _by_record(
-    gates: Gates, requests: Mapping[str, str], evidence: Evidence, traffic: Sequence[str]
+    gates: Gates, requests: Mapping[str, str], evidence: PathEvidence, traffic: Sequence[str]
 ) -> Iterable[Check]:
     assert evidence.record is not None
     ran = list(evidence.phases())
@@ -298,10 +298,10 @@ def _by_record(
     for regime in traffic:
         fixed = "batch" if regime == "decode" and gates.deterministic == "on" else regime  # on a GPU
         yield Check(f"something ran in {regime}", any(r in (regime, fixed) for r, _ in ran))
-    known = {p.name: p for p in all_phases()}
+    phases = {p.name: p for p in all_phases()}
     for name, axis in KERNEL_AXES.items():
         if name in requests:
-            yield _kernel_check(gates, name, axis, ran, known)
+            yield _kernel_check(gates, name, axis, ran, phases)
     if "activation" in requests:
         wrong = [
             f"{phase['phase']} ({regime}) took {phase['activation']}"
@@ -315,9 +315,9 @@ def _by_record(
     if "layers" in requests:
         yield _format_check(gates, ran)
     if "cpu_instructions" in requests:
-        wanted = f"halfbyte_cpu.{gates.cpu_instructions}:"
+        prefix = f"halfbyte_cpu.{gates.cpu_instructions}:"
         names = [k["name"] for _, phase in ran for k in phase["kernels"] if str(k["name"]).startswith("halfbyte_cpu.")]
-        bad = [n for n in names if not n.startswith(wanted)]
+        bad = [n for n in names if not n.startswith(prefix)]
         yield Check(f"instructions {gates.cpu_instructions} ran", bool(names) and not bad, note=", ".join(bad)[:300])
     if "graphs" in requests:
         graphs = [w for regime in ("decode", "batch") for w in evidence.ways(regime) if w.startswith("graph")]
@@ -337,34 +337,34 @@ def _by_record(
 
 def _value_check(name: str, value: str, observed: Any) -> Check:
     """A gate that chooses no kernel against the state that the engine recorded when it ended."""
-    what = f"{name} {value} ran"
+    title = f"{name} {value} ran"
     if name == "speculate":
         proposer, drafted, accepted = observed["proposer"], observed["drafted"], observed["accepted"]
         if not proposer.startswith(PROPOSERS[value.partition("-")[0]]):
-            return Check(what, False, note=f"ran instead: {proposer or 'no speculation'}")
+            return Check(title, False, note=f"ran instead: {proposer or 'no speculation'}")
         note = f"{accepted} of {drafted} drafted tokens were accepted"
-        return Check(what, drafted > 0, note=note if drafted else f"{NOTHING} it: no token was drafted")
+        return Check(title, drafted > 0, note=note if drafted else f"{NOTHING} it: no token was drafted")
     if name == "threads":
         note = f"pools of {', '.join(map(str, observed))} threads" if observed else "the CPU kernels did not run"
-        return Check(what, observed in ([], [int(value)]), note=note)
+        return Check(title, observed in ([], [int(value)]), note=note)
     if name == "experts_in_host" and value == "all":
-        return Check(what, observed != "0", note=f"{observed} layers had their experts in host memory")
-    return Check(what, value == observed, note=f"the engine had {observed}")
+        return Check(title, observed != "0", note=f"{observed} layers had their experts in host memory")
+    return Check(title, value == observed, note=f"the engine had {observed}")
 
 
 def _kernel_check(
-    gates: Gates, name: str, axis: str, ran: Sequence[tuple[str, Mapping[str, Any]]], known: Mapping[str, Phase]
+    gates: Gates, name: str, axis: str, ran: Sequence[tuple[str, Mapping[str, Any]]], phases: Mapping[str, Phase]
 ) -> Check:
     operations = [op for op, a in AXIS.items() if a == axis]
     wrong: list[str] = []
     right: list[str] = []
     for regime, phase in ran:
-        wanted = gates.backend(axis, regime)
-        if wanted == "auto" or not set(operations) & set(phase["covers"]):
+        backend = gates.backend(axis, regime)
+        if backend == "auto" or not set(operations) & set(phase["covers"]):
             continue
-        known_phase = known.get(phase["phase"])
+        known_phase = phases.get(phase["phase"])
         answers = known_phase.answers(axis) if known_phase and axis in known_phase.backends else _own_words(phase, axis)
-        (right if wanted in answers else wrong).append(f"{phase['phase']} ({regime})")
+        (right if backend in answers else wrong).append(f"{phase['phase']} ({regime})")
     value = getattr(gates, name)
     note = f"ran instead: {', '.join(wrong)}" if wrong else ", ".join(right)
     return Check(f"{name} {value} ran", bool(right) and not wrong, note=note[:300])
@@ -373,29 +373,31 @@ def _kernel_check(
 def _own_words(phase: Mapping[str, Any], axis: str) -> tuple[str, ...]:
     """A phase that this version does not know (the plugin's, inside another engine) says itself what it answers to."""
     answers = phase.get("answers", {})
-    said = answers.get(axis, ()) if isinstance(answers, Mapping) else ()
-    return (said,) if isinstance(said, str) else tuple(said) or (str(phase["phase"]).partition(".")[0],)
+    statements = answers.get(axis, ()) if isinstance(answers, Mapping) else ()
+    return (
+        (statements,) if isinstance(statements, str) else tuple(statements) or (str(phase["phase"]).partition(".")[0],)
+    )
 
 
 def _format_check(gates: Gates, ran: Sequence[tuple[str, Mapping[str, Any]]]) -> Check:
     named: dict[str, set[str]] = {}  # group -> its formats, in whichever of its layers
     for name, form in gates.layer_formats.items():
         named.setdefault(name.partition(".")[0], set()).add(form)
-    wanted = {group: forms for group, forms in named.items() if forms != {"checkpoint"}}
+    asked_formats = {group: forms for group, forms in named.items() if forms != {"checkpoint"}}
     wrong, seen = [], set()
     for regime, phase in ran:
         for role, text in phase["formats"].items():
             group = GROUP.get(role)
-            if group in wanted:
+            if group in asked_formats:
                 seen.add(group)
                 forms = kinds_in(text)
-                if "checkpoint" in wanted[group]:  # some layers have the file's format, whichever that is
-                    right = wanted[group] - {"checkpoint"} <= forms
+                if "checkpoint" in asked_formats[group]:  # some layers have the file's format, whichever that is
+                    right = asked_formats[group] - {"checkpoint"} <= forms
                 else:
-                    right = wanted[group] == forms
+                    right = asked_formats[group] == forms
                 if not right:
                     wrong.append(f"{role} ({regime}) was {text}")
-    missing = [g for g in wanted if g not in seen]
+    missing = [g for g in asked_formats if g not in seen]
     note = "; ".join([*dict.fromkeys(wrong), *(f"{g} was never read" for g in missing)])
     return Check(f"layers {gates.layers} ran", not wrong and not missing, note=note[:300])
 

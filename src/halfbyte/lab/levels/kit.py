@@ -72,9 +72,9 @@ class Kit:
     def left_s(self) -> float:
         return self.budget_s - (time.monotonic() - self.begun)
 
-    def has_time(self, what: str, need_s: float = LEAST_S) -> bool:
+    def has_time(self, title: str, need_s: float = LEAST_S) -> bool:
         if self.left_s < need_s:
-            self.left_out.append(f"{what}: {max(0.0, self.left_s):.0f} s were left")
+            self.left_out.append(f"{title}: {max(0.0, self.left_s):.0f} s were left")
         return self.left_s >= need_s
 
     # ---- the steps -----------------------------------------------------------------------------
@@ -88,9 +88,9 @@ class Kit:
         self.inspection()
         shape = largest(self.device) if gpu else None
         for preset in PRESETS_MEASURED if shape else ():
-            what = f"{shape} {preset}"
-            if self.has_time(f"benchmark of {what}", 3 * LEAST_S):
-                self.levels(what, f"random:{shape}", preset, ("1.5", "4"), Works(), flags)
+            title = f"{shape} {preset}"
+            if self.has_time(f"benchmark of {title}", 3 * LEAST_S):
+                self.levels(title, f"random:{shape}", preset, ("1.5", "4"), Works(), flags)
         self.profile(f"random:{shape}" if shape else None, "fast" if shape else "exact", gpu)
         facts = environment.collect()
         lines = [f"{key}: {json.dumps(value, default=str)}" for key, value in facts.items()]
@@ -98,22 +98,22 @@ class Kit:
         (self.folder / "facts.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def levels(
-        self, what: str, model: str | None, preset: str, levels: Sequence[str], works: Works, flags: tuple[str, ...]
+        self, title: str, model: str | None, preset: str, levels: Sequence[str], works: Works, flags: tuple[str, ...]
     ) -> None:
         """Level by level, so that the last ones are left out where the time does not suffice."""
-        place = self.folder / re.sub(r"[^a-z0-9]+", "-", what)
+        folder = self.folder / re.sub(r"[^a-z0-9]+", "-", title)
         setup = Setup(model, PRESETS[preset].gates, self.device, flags=flags)
-        subject = Subject(HalfbytePeer(), setup, place, preset=preset, baseline=setup.gates, progress=self.progress)
+        subject = Subject(HalfbytePeer(), setup, folder, preset=preset, baseline=setup.gates, progress=self.progress)
         options = CheckOptions(counts=self.counts, works=works)
         report = None
         for level in levels:
-            if not self.has_time(f"level {level} of {what}"):
+            if not self.has_time(f"level {level} of {title}"):
                 continue
             left, until = self.left_s, self.begun + self.budget_s
             subject.limits = replace(TimeLimits(), start_s=min(600.0, left), request_s=min(120.0, left), until=until)
             part = run_levels(subject, [level], options)
             if self.left_s <= 0:  # its engine was ended in the middle: what it says is no verdict
-                self.left_out.append(f"level {level} of {what}: the time was over while it ran")
+                self.left_out.append(f"level {level} of {title}: the time was over while it ran")
                 break
             for outcome in part.outcomes:
                 self.done(outcome)
@@ -122,43 +122,47 @@ class Kit:
             else:
                 report.outcomes += part.outcomes
         if report is not None:
-            write_files(report, place)
+            write_files(report, folder)
             self.outcomes += report.outcomes
 
     def profile(self, model: str | None, preset: str, gpu: bool) -> None:
         if not self.has_time("kernel profile"):
             return
         self.progress("kernel profile")
-        words = ["-m", "halfbyte", "profile", *([model] if model else []), "--preset", preset]
-        words += ["--out", str(self.folder / "profile.json"), "--pp", "2048" if gpu else "256"]
+        arguments = ["-m", "halfbyte", "profile", *([model] if model else []), "--preset", preset]
+        arguments += ["--out", str(self.folder / "profile.json"), "--pp", "2048" if gpu else "256"]
         if not gpu:
-            words += ["--device", "cpu", "--tokens", "8", "--depth", "256"]
-        if code := self.child(words, "profile.txt", self.left_s):
+            arguments += ["--device", "cpu", "--tokens", "8", "--depth", "256"]
+        if code := self.child(arguments, "profile.txt", self.left_s):
             self.left_out.append(f"kernel profile: it ended with {code}")
 
     def inspection(self) -> None:
         """What the model holds, and what its presets cost. The texts are the kit's own."""
-        words = [*([self.model] if self.model else []), *(["--device", self.device] if self.device else [])]
-        for what, name, command in (
-            ("inspection", "inspect.txt", ["inspect", *words]),
-            ("quality", "quality.txt", ["check", "quality", *words, "--lengths", "2048"]),
+        arguments = [*([self.model] if self.model else []), *(["--device", self.device] if self.device else [])]
+        for title, name, command in (
+            ("inspection", "inspect.txt", ["inspect", *arguments]),
+            ("quality", "quality.txt", ["check", "quality", *arguments, "--lengths", "2048"]),
         ):
-            if not self.has_time(what):
+            if not self.has_time(title):
                 continue
-            self.progress(what)
+            self.progress(title)
             code = self.child(["-m", "halfbyte", *command, "--json"], name, min(QUALITY_S, self.left_s))
             if code not in (0, 1):  # 1: a preset did not pass, which is a result
-                self.left_out.append(f"{what}: it ended with {code}")
+                self.left_out.append(f"{title}: it ended with {code}")
 
     def doctor(self) -> None:
         """Its word on the machine, which is no verdict of the kit's."""
         self.child(["-m", "halfbyte", "doctor"], "doctor.txt", LEAST_S)
 
-    def child(self, words: Sequence[str], name: str, limit_s: float) -> int:
+    def child(self, arguments: Sequence[str], name: str, limit_s: float) -> int:
         """Python with these words, its output in a file; its exit status."""
         with (self.folder / name).open("w", encoding="utf-8") as file:
             process = start_child(
-                [sys.executable, *words], stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=child_environment()
+                [sys.executable, *arguments],
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                env=child_environment(),
             )
             try:
                 return process.wait(max(1.0, limit_s))
@@ -182,52 +186,52 @@ def largest(device: str | None) -> str | None:
 
 def private_words(folder: Path) -> dict[str, str]:
     """What may say who and where somebody is, and what stands in its place; the longest first."""
-    words = {
+    substitutes = {
         str(folder.resolve()): "(kit)", str(folder): "(kit)", str(Path.cwd()): "(folder)", str(Path.home()): "~",
         socket.gethostname(): "(machine)", sys.prefix: "(environment)",
         str(Path(load.__file__).parents[3]): "(halfbyte)",
     }  # fmt: skip
     with contextlib.suppress(OSError, KeyError):  # a user without a name
-        words[getpass.getuser()] = "(user)"
-    kept = {w: t for w, t in words.items() if len(w) > 3 and w not in ("root", "localhost", os.sep)}
-    return dict(sorted(kept.items(), key=lambda pair: -len(pair[0])))
+        substitutes[getpass.getuser()] = "(user)"
+    long_enough = {w: t for w, t in substitutes.items() if len(w) > 3 and w not in ("root", "localhost", os.sep)}
+    return dict(sorted(long_enough.items(), key=lambda pair: -len(pair[0])))
 
 
 _ADDRESS = re.compile(r"\b(?!127\.|0\.0\.0\.0)(?:\d{1,3}\.){3}\d{1,3}\b(?!\.\d)")
 _MAIL = re.compile(r"\b[\w.+-]+@[\w-]+\.[\w.]+\b")
 
 
-def without_private(text: str, words: dict[str, str]) -> str:
+def without_private(text: str, substitutes: dict[str, str]) -> str:
     """Whole words only: a user may be called like a part of ours."""
-    for word, instead in words.items():
+    for word, instead in substitutes.items():
         text = re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", lambda _, instead=instead: instead, text)  # type: ignore[misc]
     return _MAIL.sub("(mail)", _ADDRESS.sub("(address)", text))
 
 
-def values_without_private(raw: Any, words: dict[str, str]) -> Any:
+def values_without_private(raw: Any, substitutes: dict[str, str]) -> Any:
     """The row of a result; the names of its fields are the schema's."""
     if isinstance(raw, dict):
-        return {key: values_without_private(value, words) for key, value in raw.items()}
+        return {key: values_without_private(value, substitutes) for key, value in raw.items()}
     if isinstance(raw, list):
-        return [values_without_private(value, words) for value in raw]
-    return without_private(raw, words) if isinstance(raw, str) else raw
+        return [values_without_private(value, substitutes) for value in raw]
+    return without_private(raw, substitutes) if isinstance(raw, str) else raw
 
 
 def write_archive(folder: Path, archive: Path) -> list[str]:
     """Every result and text of a run, in one file; their names."""
-    words = private_words(folder)
+    substitutes = private_words(folder)
     names = []
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as made:
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as zipped:
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
             result = path.name in ("results.json", "profile.json")
             if not result and path.suffix not in TEXT:
                 continue
-            name = without_private(path.relative_to(folder).as_posix().replace("/", "-"), words)
+            name = without_private(path.relative_to(folder).as_posix().replace("/", "-"), substitutes)
             if result:
-                text = json.dumps(values_without_private(json.loads(path.read_text("utf-8")), words)) + "\n"
+                text = json.dumps(values_without_private(json.loads(path.read_text("utf-8")), substitutes)) + "\n"
             else:
-                text = without_private(path.read_bytes()[-KEPT_BYTES:].decode(errors="replace"), words)
-            made.writestr(name, text)
+                text = without_private(path.read_bytes()[-KEPT_BYTES:].decode(errors="replace"), substitutes)
+            zipped.writestr(name, text)
             names.append(name)
     return names
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from halfbyte.lab import receipts
 from halfbyte.lab.levels.matrix import NOT_TIMED
-from halfbyte.lab.levels.protocol import FAIL, INCONCLUSIVE, INVALID, LEVELS, PASS, REFUSED, Outcome, Report
+from halfbyte.lab.levels.protocol import FAIL, INCONCLUSIVE, INVALID, LEVELS, PASS, REFUSED, Outcome, ProtocolReport
 from halfbyte.lab.report.sources import LEVELS as LEVELS_FILE
 from halfbyte.lab.report.sources import RESULTS
 from halfbyte.lab.result import Check, Result
@@ -24,7 +24,7 @@ TITLES = {
 }  # fmt: skip
 
 
-def write_files(report: Report, folder: Path) -> list[Path]:
+def write_files(report: ProtocolReport, folder: Path) -> list[Path]:
     """Writes results.json, levels.json and test_log.md into the folder, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = receipts.sources_of([receipts.PACKAGE / "engine" / "build.py"], ("engine",))
@@ -41,7 +41,7 @@ def write_files(report: Report, folder: Path) -> list[Path]:
     return [folder / name for name in (RESULTS, LEVELS_FILE, "test_log.md")]
 
 
-def log_markdown(report: Report, environment: dict[str, object]) -> str:
+def log_markdown(report: ProtocolReport, environment: dict[str, object]) -> str:
     """The whole page."""
     subject = report.subject
     changes = ", ".join(f"{k}={v}" for k, v in subject.gates.changes().items()) or "all at their defaults"
@@ -104,9 +104,9 @@ def _checks(results: Sequence[Result]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for r, c in rows:
         case = r.cell.shape.get("case")
-        what = f"{case}: {c.what}" if case else c.what
-        state, found, bound = PASS if c.ok else FAIL, _number(c.value), _number(c.bound)
-        yield f"| {_line(what)} | {state} | {found} | {bound} | {_line(c.note)} |"
+        title = f"{case}: {c.what}" if case else c.what
+        state, value, bound = PASS if c.ok else FAIL, _number(c.value), _number(c.bound)
+        yield f"| {_line(title)} | {state} | {value} | {bound} | {_line(c.note)} |"
 
 
 def _figures(results: Sequence[Result]) -> Iterator[str]:
@@ -181,13 +181,13 @@ def _combinations(results: Sequence[Result]) -> Iterator[str]:
         yield f"| {r.cell.preset or gates} | {state} | {_line(notes)} |"
 
 
-def _overall(report: Report) -> Iterator[str]:
+def _overall(report: ProtocolReport) -> Iterator[str]:
     bad = [o for o in report.outcomes if o.verdict != PASS]
     blocked = [o for o in bad if o.verdict == REFUSED]
     missing = [level for level in LEVELS if report.outcome(level) is None]
-    whole = report.ok and not missing
-    part = f" (not yet: level {', '.join(missing)} did not run)" if report.ok and not whole else ""
-    yield f"- [{'x' if whole else ' '}] READY TO MERGE{part}"
+    complete = report.ok and not missing
+    part = f" (not yet: level {', '.join(missing)} did not run)" if report.ok and not complete else ""
+    yield f"- [{'x' if complete else ' '}] READY TO MERGE{part}"
     issues = "; ".join(f"level {o.level} {o.verdict}: {_line((o.reasons or ['a check failed'])[0])}" for o in bad)
     yield f"- [{'x' if bad and not blocked else ' '}] NEEDS FIXES{f' ({issues})' if bad and not blocked else ''}"
     yield f"- [{'x' if blocked else ' '}] BLOCKED{f' ({issues})' if blocked else ''}"

@@ -23,7 +23,7 @@ import psutil
 from halfbyte.errors import UsageError
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import AXES, PRESETS, Gates, inherited, parse
-from halfbyte.lab.levels.benchmark import Measurement, play_works
+from halfbyte.lab.levels.benchmark import EngineMeasurement, play_works
 from halfbyte.lab.levels.correctness import MARGIN, MOST, Reference, ReferenceAnswer, first_difference
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.machine import cores
@@ -35,7 +35,7 @@ from halfbyte.lab.result import DISTURBED, Cell, Check, Result, read_result
 from halfbyte.model import load
 
 Refuse = Callable[[Gates], str]  # why an engine cannot run these; empty if it can
-Known = tuple[Sequence[int], ReferenceAnswer]  # a prompt, and what the reference answers to it
+ReferencePair = tuple[Sequence[int], ReferenceAnswer]  # a prompt, and what the reference answers to it
 # Axes of the matrix. Instruction sets and threads are the host's, and have tests of their own.
 CROSSED = ("moe_kernel", "linear_kernel", "activation", "layers", "tile", "attention", "sinks", "kv_dtype", "speculate",
            "graphs")  # fmt: skip
@@ -83,15 +83,15 @@ def covering(refuse: Refuse, axes: Mapping[str, Sequence[str]] | None = None) ->
                 usable[axis].append(value)
         if not usable[axis]:
             raise UsageError(f"the engine refuses every value of {axis}: {why}")
-    wanted: set[frozenset[tuple[str, str]]] = set()
+    uncovered: set[frozenset[tuple[str, str]]] = set()
     for (a, xs), (b, ys) in itertools.combinations(usable.items(), 2):
         for x, y in itertools.product(xs, ys):
             why = refuse(gates_of({a: x, b: y}))
             if why:
                 array.refused_pairs[(a, x), (b, y)] = why
             else:
-                wanted.add(frozenset([(a, x), (b, y)]))
-    array.cells = [gates_of(row) for row in _rows(usable, wanted, set(array.refused_pairs), refuse)]
+                uncovered.add(frozenset([(a, x), (b, y)]))
+    array.cells = [gates_of(row) for row in _rows(usable, uncovered, set(array.refused_pairs), refuse)]
     return array
 
 
@@ -100,7 +100,7 @@ Value = tuple[str, str]  # axis, value
 
 def _rows(
     usable: Mapping[str, Sequence[str]],
-    wanted: set[frozenset[Value]],
+    uncovered: set[frozenset[Value]],
     refused: set[tuple[Value, Value]],
     refuse: Refuse,
 ) -> list[dict[str, str]]:
@@ -109,7 +109,7 @@ def _rows(
     A library would do this without the refusals; with them nearly every row of it is refused. What a row cannot take,
     because an engine refuses three values together, stays at its default."""
     bad = {frozenset(pair) for pair in refused}
-    missing, rows = set(wanted), list[dict[str, str]]()
+    missing, rows = set(uncovered), list[dict[str, str]]()
     order = sorted(usable, key=lambda axis: -len(usable[axis]))
     while missing:
         seed = min(missing, key=lambda pair: (-_weight(pair, missing), sorted(pair)))
@@ -196,8 +196,8 @@ def side_by_side(subject: Subject) -> int:
     """Engines that can be started together. A GPU's memory is one engine's; so is one that somebody else started."""
     if subject.peer.launch(subject.setup).url or load.resolve_device(subject.setup.device).type != "cpu":
         return 1
-    each = ROOM + 2 * load.weight_bytes(subject.model, Gates())
-    return max(1, min(cores(), SIDE_BY_SIDE, int(psutil.virtual_memory().available) // each))
+    engine_bytes = ROOM + 2 * load.weight_bytes(subject.model, Gates())
+    return max(1, min(cores(), SIDE_BY_SIDE, int(psutil.virtual_memory().available) // engine_bytes))
 
 
 def with_threads(subject: Subject, count: int) -> Subject:
@@ -215,44 +215,46 @@ def run_cells(
     log: RunLog | None = None,
 ) -> list[Result]:
     """One start each: a cell's figures in one result. What an interrupted run measured, its log has."""
-    kept = {gates: told for gates, _ in cells if log is not None and (told := log.result(_key(gates))) is not None}
-    found = {gates: read_result(told) for gates, told in kept.items()}
-    cells, whole = [(gates, name) for gates, name in cells if gates not in found], cells
+    logged = {gates: entry for gates, _ in cells if log is not None and (entry := log.result(_key(gates))) is not None}
+    results = {gates: read_result(entry) for gates, entry in logged.items()}
+    cells, all_cells = [(gates, name) for gates, name in cells if gates not in results], cells
     together = side_by_side(subject)
     subject = with_threads(subject, max(1, cores() // together)) if together > 1 else subject
-    known = [] if reference is None else shortest_answers(subject, reference)
+    pairs = [] if reference is None else shortest_answers(subject, reference)
     with ThreadPoolExecutor(together) as pool:  # for all of them: an engine ends with the thread that started it
         for at in range(0, len(cells), together):
             group = cells[at : at + together]
             subject.progress(f"matrix, cells {at + 1} to {at + len(group)} of {len(cells)}")
-            running = [_measurement(subject, gates, name, works, known) for gates, name in group]
+            running = [_measurement(subject, gates, name, works, pairs) for gates, name in group]
             try:
-                list(pool.map(Measurement.start, running))
-                for each in running:
-                    each.time()
+                list(pool.map(EngineMeasurement.start, running))
+                for measurement in running:
+                    measurement.time()
             finally:
-                list(pool.map(Measurement.end, running))
-            for each, (gates, name) in zip(running, group):
-                found[gates] = _result(subject, each, name)
-                if log is not None and found[gates].figures:  # what failed, or was not timed, is tried again
-                    log.keep(_key(gates), found[gates])
-    return [found[gates] for gates, _ in whole]
+                list(pool.map(EngineMeasurement.end, running))
+            for measurement, (gates, name) in zip(running, group):
+                results[gates] = _result(subject, measurement, name)
+                if log is not None and results[gates].figures:  # what failed, or was not timed, is tried again
+                    log.keep(_key(gates), results[gates])
+    return [results[gates] for gates, _ in all_cells]
 
 
 def _key(gates: Gates) -> str:
     return str(sorted(gates.changes().items()))
 
 
-def _measurement(subject: Subject, gates: Gates, name: str, works: Works, known: Sequence[Known]) -> Measurement:
+def _measurement(
+    subject: Subject, gates: Gates, name: str, works: Works, pairs: Sequence[ReferencePair]
+) -> EngineMeasurement:
     def first(engine: PeerProcess) -> list[Check]:
         # Without sinks the answers are wrong, as they say.
-        return compare_answers(engine, known) if known and gates.sinks != "off" else []
+        return compare_answers(engine, pairs) if pairs and gates.sinks != "off" else []
 
     engine = subject.process(f"matrix {name or 'cell'}", gates)
-    return Measurement(subject, gates, play_works(works, subject), engine, first)
+    return EngineMeasurement(subject, gates, play_works(works, subject), engine, first)
 
 
-def _result(subject: Subject, ended: Measurement, name: str) -> Result:
+def _result(subject: Subject, ended: EngineMeasurement, name: str) -> Result:
     cell, parts = _cell(subject, ended.gates, name), ended.results()
     busy = [r for r in parts if r.detail.get(DISTURBED)]
     parts = [r for r in parts if r not in busy]
@@ -284,18 +286,18 @@ def counted(results: Sequence[Result]) -> str:
     return f"{text}; {busy} were not timed, because the machine did other work" if busy else text
 
 
-def shortest_answers(subject: Subject, reference: Reference) -> list[Known]:
+def shortest_answers(subject: Subject, reference: Reference) -> list[ReferencePair]:
     """The values that cost an engine least."""
     suite = Suite(reference.suite, reference.seed, reference.per_task)
     items = suite.items(load.tokenizer_of(subject.model))
-    known: list[Known] = [(item.prompt, answer) for item, answer in zip(items, reference.answers)]
-    return sorted(known, key=lambda each: len(each[0]) + 4 * len(each[1].tokens))[:ANSWERS]
+    pairs: list[ReferencePair] = [(item.prompt, answer) for item, answer in zip(items, reference.answers)]
+    return sorted(pairs, key=lambda pair: len(pair[0]) + 4 * len(pair[1].tokens))[:ANSWERS]
 
 
-def compare_answers(engine: PeerProcess, known: Sequence[Known]) -> list[Check]:
+def compare_answers(engine: PeerProcess, pairs: Sequence[ReferencePair]) -> list[Check]:
     """Where an answer first differs from the reference's, that must not have been sure."""
     worst = 0.0
-    for prompt, answer in known:
+    for prompt, answer in pairs:
         reply = engine.asker.ask(Question(prompt, tokens=MOST))
         at = first_difference(reply.tokens or (), answer.tokens)
         if at is not None:

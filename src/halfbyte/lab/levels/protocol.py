@@ -137,7 +137,7 @@ def name_of(result: Result, level: str) -> str:
 
 
 @dataclass
-class Report:
+class ProtocolReport:
     subject: Subject
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -154,18 +154,18 @@ class Report:
         return next((o for o in self.outcomes if o.level == level), None)
 
 
-def level_numbers(words: Sequence[str]) -> list[str]:
+def level_numbers(names: Sequence[str]) -> list[str]:
     """Levels by number or name, in their order; `all`, or nothing, is every one."""
     by_name = {name.replace(" ", "-"): number for number, name in LEVELS.items()} | {n: n for n in LEVELS}
     chosen = set()
-    for word in words or ("all",):
+    for word in names or ("all",):
         if word == "all":
             chosen |= set(LEVELS)
         elif word in by_name:
             chosen.add(by_name[word])
         else:
-            known = ", ".join(f"{number} ({name})" for number, name in LEVELS.items())
-            raise UsageError(f"there is no level {word!r}; use {known}, or all.")
+            choices = ", ".join(f"{number} ({name})" for number, name in LEVELS.items())
+            raise UsageError(f"there is no level {word!r}; use {choices}, or all.")
     return [number for number in LEVELS if number in chosen]
 
 
@@ -175,9 +175,9 @@ def run_levels(
     options: CheckOptions,
     done: Callable[[Outcome], None] = lambda _: None,
     rounds: Rounds | None = None,
-) -> Report:
+) -> ProtocolReport:
     """Runs the levels in order; `done` gets each outcome as its level ends. Every file is read before a start."""
-    report = Report(subject)
+    report = ProtocolReport(subject)
     reference = _reference(subject, options) if {"2", "6"} & set(levels) else None
     suite = Suite(options.suite) if options.suite else None
     before = None if options.against is None else _earlier(options.against)

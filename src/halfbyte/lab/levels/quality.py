@@ -144,7 +144,7 @@ def _candidates(
     if gates.changes():
         named.setdefault(", ".join(f"{axis} {value}" for axis, value in gates.changes().items()), gates)
     refused: list[CandidateReport] = []
-    found: dict[str, Candidate] = {}
+    candidates: dict[str, Candidate] = {}
     for label, own in {"exact": PRESETS["exact"].gates, **named}.items():
         try:
             choice = choose(facts.config, own, arch, facts.formats)
@@ -154,8 +154,8 @@ def _candidates(
             refused.append(CandidateReport(label, own, refused=str(e)))
             continue
         key = numerics_key(choice.spec, arch)
-        found.setdefault(key, Candidate(label, own, choice, key))
-    exact, *others = found.values()
+        candidates.setdefault(key, Candidate(label, own, choice, key))
+    exact, *others = candidates.values()
     return exact, others, refused
 
 
@@ -222,8 +222,8 @@ class _Work:
             raise UsageError(
                 f"{self.folder} cannot be made ({e.strerror}); set HALFBYTE_CACHE_DIR to a folder with room."
             ) from None
-        asked = Suite("quick", per_task=1).problems
-        problems = [p for task, own in asked.items() if task != "needle" for p in own]
+        quick_problems = Suite("quick", per_task=1).problems
+        problems = [p for task, own in quick_problems.items() if task != "needle" for p in own]
         hidden = needles(self.tokenizer, lengths)
         own_answers = self.answers(self.exact, "answers", problems)
         exact_needles = self.answers(self.exact, "needles", hidden)
@@ -256,8 +256,8 @@ class _Work:
     def answers(self, candidate: Candidate, kind: str, problems: Sequence[Problem]) -> list[list[int]]:
         """Greedy replies, each kept as it ends."""
         prompts = [render_prompt(self.tokenizer, p.prompt()) for p in problems]
-        asked = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
-        path = self.folder / f"{candidate.key}-{kind}-{asked}.json"
+        digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
+        path = self.folder / f"{candidate.key}-{kind}-{digest}.json"
         replies: list[list[int]] = _read_json(path).get("replies", [])[: len(prompts)]
         self.reused += len(replies) == len(prompts)
         for number in range(len(replies), len(prompts)):
@@ -279,8 +279,8 @@ class _Work:
     def keep(self, section: Section) -> None:
         """The logits of `exact`, unless they are kept already."""
         path = self.logits_path(section)
-        kept = KeptLogits.read(path)
-        if kept is not None and kept.next.shape[0] == sum(p.positions for p in section.passages):
+        stored = KeptLogits.read(path)
+        if stored is not None and stored.next.shape[0] == sum(p.positions for p in section.passages):
             self.reused += 1
             return
         parts: list[KeptLogits] = []
@@ -297,19 +297,19 @@ class _Work:
         if done:
             self.reused += 1
             return BlockSums(**{name: tuple(values) for name, values in done.items()})
-        kept = KeptLogits.read(self.logits_path(section))
-        assert kept is not None, "`keep` comes first"
+        reference = KeptLogits.read(self.logits_path(section))
+        assert reference is not None, "`keep` comes first"
         parts: list[kept_logits.Divergence] = []
         at = 0
 
         def collect(logits: torch.Tensor, following: torch.Tensor) -> None:
             nonlocal at
-            parts.append(kept_logits.compare(kept.rows(at, at + len(following)), logits, following))
+            parts.append(kept_logits.compare(reference.rows(at, at + len(following)), logits, following))
             at += len(following)
 
         self.feed(candidate, section, collect)
         columns = [torch.cat([getattr(p, n) for p in parts]) for n in ("kl", "same", "loss")]
-        sums = block_sums(section, *columns, -kept.next.double())
+        sums = block_sums(section, *columns, -reference.next.double())
         if not all(map(math.isfinite, (*sums.kl, *sums.loss))):
             raise UsageError(f"{candidate.label} gives logits that are not finite on {section.name}.")
         write_json(path, asdict(sums))
@@ -384,8 +384,8 @@ def estimate(section: Section, sums: BlockSums, vocab: int) -> Comparison:
     loss = block_mean(sums.loss, sums.counts)
     ratio = Estimate(math.exp(loss.value), math.exp(loss.low), math.exp(loss.high), loss.samples)
     means = block_mean(sums.kl, sums.counts), block_mean(sums.same, sums.counts)
-    known = math.exp(min(700.0, sum(sums.exact) / sum(sums.counts)))
-    return Comparison(section.name, sum(sums.counts), *means, ratio, known, known <= vocab)
+    perplexity = math.exp(min(700.0, sum(sums.exact) / sum(sums.counts)))
+    return Comparison(section.name, sum(sums.counts), *means, ratio, perplexity, perplexity <= vocab)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

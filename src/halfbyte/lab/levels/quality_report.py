@@ -151,9 +151,9 @@ class QualityReport:
         }  # fmt: skip
 
 
-def _grade(what: str, e: Estimate, bound: float) -> tuple[Check, str]:
+def _grade(title: str, e: Estimate, bound: float) -> tuple[Check, str]:
     state = PASS if e.high <= bound else FAIL if e.low > bound else INCONCLUSIVE
-    return Check(what, state == PASS, e.value, bound, f"95 % interval {e.low:.3g} to {e.high:.3g}"), state
+    return Check(title, state == PASS, e.value, bound, f"95 % interval {e.low:.3g} to {e.high:.3g}"), state
 
 
 def _complement(e: Estimate) -> Estimate:

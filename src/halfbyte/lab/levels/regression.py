@@ -17,11 +17,11 @@ from functools import partial
 
 from halfbyte.errors import DisturbedError, HalfbyteError, InvalidFigureError, UsageError
 from halfbyte.gates import PRESETS, Gates
-from halfbyte.lab.levels.benchmark import Measurement
+from halfbyte.lab.levels.benchmark import EngineMeasurement
 from halfbyte.lab.levels.kernel_path import path_checks, path_problem
 from halfbyte.lab.levels.subject import Subject
-from halfbyte.lab.measure.engine_timing import Client, Work, check_texts, run_work
-from halfbyte.lab.measure.rounds import Runs
+from halfbyte.lab.measure.engine_timing import TimedClient, TimedWork, check_texts, run_work
+from halfbyte.lab.measure.rounds import CellRuns
 from halfbyte.lab.result import Cell, Check, Figure, Result, ResultFile, figure
 from halfbyte.lab.statistics import LEAST, THRESHOLD, ChangeVerdict, compare
 from halfbyte.model import load
@@ -31,7 +31,7 @@ from halfbyte.model import load
 class Rounds:
     """The rounds of a comparison. More than the least are run only while they could change the verdict."""
 
-    works: tuple[Work, ...] = (Work(prompt=512), Work(tokens=64))
+    works: tuple[TimedWork, ...] = (TimedWork(prompt=512), TimedWork(tokens=64))
     least: int = 12  # with runs that waver by 1.5 %, this and `most` flag a loss of 6 % in 99 of 100 comparisons
     most: int = 48
 
@@ -51,17 +51,17 @@ class Pair:
 class Samples:
     """Runs of both sides, by work, round by round."""
 
-    before: dict[Work, Runs]
-    after: dict[Work, Runs]
+    before: dict[TimedWork, CellRuns]
+    after: dict[TimedWork, CellRuns]
 
-    def timed(self, work: Work) -> tuple[list[float], list[float]]:
+    def timed(self, work: TimedWork) -> tuple[list[float], list[float]]:
         """Speeds of the rounds in which neither side was still warming up."""
         runs = self.before[work], self.after[work]
         skipped = max(r.skipped for r in runs)
         before, after = ([m.rate for m in r.all[skipped:]] for r in runs)
         return before, after
 
-    def verdict(self, work: Work) -> ChangeVerdict:
+    def verdict(self, work: TimedWork) -> ChangeVerdict:
         return compare(*self.timed(work), paired=True)
 
 
@@ -83,9 +83,9 @@ def pairs_of(gates: Gates, baseline: Gates, prior: Sequence[str]) -> list[Pair]:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def compare_clients(before: Client, after: Client, rounds: Rounds, vocab: int, seed: int = 0) -> Samples:
+def compare_clients(before: TimedClient, after: TimedClient, rounds: Rounds, vocab: int, seed: int = 0) -> Samples:
     """Round after round, each work on both with the same prompts, until every verdict is clear."""
-    samples = Samples({w: Runs() for w in rounds.works}, {w: Runs() for w in rounds.works})
+    samples = Samples({w: CellRuns() for w in rounds.works}, {w: CellRuns() for w in rounds.works})
     for number in range(2 * rounds.most):
         for work in rounds.works:
             sides = [(before, samples.before), (after, samples.after)]
@@ -122,16 +122,16 @@ def check_regression(subject: Subject, pairs: Sequence[Pair], rounds: Rounds) ->
 
 def compare_pair(subject: Subject, pair: Pair, rounds: Rounds) -> list[Result]:
     cell, vocab = subject.cell("regression", pair.after, against=pair.name), load.config_of(subject.model).vocab
-    sides: dict[str, Measurement] = {}
+    sides: dict[str, EngineMeasurement] = {}
     samples: Samples | None = None
     problem = ""
     for side, gates in (("before", pair.before), ("after", pair.after)):
         engine = subject.process(f"regression, {pair.name}, {side}", gates)
-        sides[side] = Measurement(subject, gates, lambda *_: (), engine, kind="regression")
+        sides[side] = EngineMeasurement(subject, gates, lambda *_: (), engine, kind="regression")
     try:
-        for each in sides.values():
+        for measurement in sides.values():
             if not any(s.failed for s in sides.values()):
-                each.start()
+                measurement.start()
         if not any(s.failed for s in sides.values()):
             subject.progress(f"comparing with {pair.name}")
             begin = None if subject.meter is None else subject.meter.read()
@@ -150,13 +150,14 @@ def compare_pair(subject: Subject, pair: Pair, rounds: Rounds) -> list[Result]:
                     e = DisturbedError(f"{problem} while it was measured, and {e}") if problem else e
                 dead.attempt(partial(_raise, e))
     finally:
-        for each in sides.values():
-            each.end()
+        for measurement in sides.values():
+            measurement.end()
     if failed := next((s.failed for s in sides.values() if s.failed), None):
         return [replace(failed, cell=cell)]
     assert samples is not None
     paths = [
-        path_problem(path_checks(subject, each.engine, each.gates)[0], f"{side}: ") for side, each in sides.items()
+        path_problem(path_checks(subject, measurement.engine, measurement.gates)[0], f"{side}: ")
+        for side, measurement in sides.items()
     ]
     results = [_result(subject, pair, work, samples) for work in rounds.works]
     if problem:  # drift concerns both sides, but a change that is found beside other work may be that work's
@@ -170,7 +171,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _result(subject: Subject, pair: Pair, work: Work, samples: Samples) -> Result:
+def _result(subject: Subject, pair: Pair, work: TimedWork, samples: Samples) -> Result:
     cell = subject.cell("regression", pair.after, against=pair.name, **work.shape)
     before, after = samples.timed(work)
     result = compared(cell, before, after, samples.verdict(work), pair.name)
@@ -195,7 +196,7 @@ def compare_stored(results: Sequence[Result], before: ResultFile) -> list[Result
     """A comparison for each cell that an earlier run has, too: unpaired, so that the machine must be the same and as
     quiet."""
     earlier: Mapping[str, Result] = {_key(r): r for r in before.results if r.figures}
-    found = []
+    comparisons = []
     for r in results:
         old = earlier.get(_key(r))
         speed = next((f for f in r.figures if f.name == "speed"), None)
@@ -204,8 +205,8 @@ def compare_stored(results: Sequence[Result], before: ResultFile) -> list[Result
             continue
         old_speeds, speeds = was.values or (was.value,), speed.values or (speed.value,)
         cell = replace(r.cell, kind="regression", shape={**r.cell.shape, "against": before.date})
-        found.append(compared(cell, old_speeds, speeds, compare(old_speeds, speeds), f"on {before.date}"))
-    return found
+        comparisons.append(compared(cell, old_speeds, speeds, compare(old_speeds, speeds), f"on {before.date}"))
+    return comparisons
 
 
 _ADDRESS = re.compile(r"(https?://)?([\w.-]+|\[[0-9a-f:]+\]):\d+")

@@ -35,7 +35,7 @@ SCHEMA = "halfbyte.scores/1"
 LENGTHS = (65, 129, 193, 300, 513, 1000, 2049, 2112, 4000, 20_000)  # tokens; around pages, window and chunks
 ALWAYS = 12  # prompts of another checkpoint whose scores are always computed; longer ones while TABLE_S lasts
 TABLE_S = 600.0
-KEPT, TAIL = 4, 32  # every fourth position is kept, and the last ones all
+STRIDE, TAIL = 4, 32  # every fourth position is kept, and the last ones all
 SHORT = 1000  # tokens of a prompt below which single tokens weigh too much for it to be judged alone
 TOGETHER = 0.75  # of the bound holds for the mean of all short ones
 # Nats a token, the mean over a prompt, by format. Measured on the embedded model against the table, prompts of 300 to
@@ -91,18 +91,18 @@ class Table:
 
 def kept_positions(length: int) -> list[int]:
     """The positions whose scores a table has; the first token of a prompt has no score."""
-    return [i for i in range(length - 1) if i % KEPT == 0 or i >= length - 1 - TAIL]
+    return [i for i in range(length - 1) if i % STRIDE == 0 or i >= length - 1 - TAIL]
 
 
 def make_prompts(subject: Subject, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     """A random and a natural one of each length that the context holds, the same every time."""
     tokenizer, config = load.tokenizer_of(subject.model), load.config_of(subject.model)
     draw = random.Random(5)
-    words = config.vocab - 48 if config.vocab < 4096 else min(config.vocab, 199_000)  # control tokens are the last
+    ordinary = config.vocab - 48 if config.vocab < 4096 else min(config.vocab, 199_000)  # control tokens are the last
     natural = [token for item in Suite("tiny", 3, 8).items(tokenizer) for token in item.prompt]
     prompts = []
     for length in (n for n in lengths if n < config.max_context):
-        prompts.append([draw.randrange(words) for _ in range(length)])
+        prompts.append([draw.randrange(ordinary) for _ in range(length)])
         at = draw.randrange(max(1, len(natural) - length))
         prompts.append([*natural[at:], *natural][:length])
     return prompts
@@ -156,9 +156,9 @@ def find_table(subject: Subject, references: Path) -> Table | None:
         return None
     files = sorted(name.path.glob("*.safetensors"))
     facts = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    kept = cache_folder("scores") / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
-    if kept.is_file():
-        return Table.read(kept)
+    stored = cache_folder("scores") / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+    if stored.is_file():
+        return Table.read(stored)
     import psutil
 
     if not files or 2 * sum(size for _, size, _ in facts) > psutil.virtual_memory().available:
@@ -166,7 +166,7 @@ def find_table(subject: Subject, references: Path) -> Table | None:
     own = replace(subject, peer=HalfbytePeer(), setup=replace(subject.setup, gates=REFERENCE, flags=(), environment={}))
     with own.process("scores of the reference") as engine:
         table = score_table(own, engine.asker, make_prompts(own), TABLE_S)
-    table.write(kept)
+    table.write(stored)
     return table
 
 

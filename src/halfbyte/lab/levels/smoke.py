@@ -48,9 +48,9 @@ def ending_checks(engine: PeerProcess) -> list[Check]:
     if engine.launch.url:
         return []
     e = engine.ending
-    known = signatures.find(engine.log.read_text(encoding="utf-8", errors="replace").splitlines())
+    findings = signatures.find(engine.log.read_text(encoding="utf-8", errors="replace").splitlines())
     return [
-        Check("no known failure in its log", not known, len(known), 0, "; ".join(map(str, known))[:400]),
+        Check("no known failure in its log", not findings, len(findings), 0, "; ".join(map(str, findings))[:400]),
         Check("it ends when it is asked", e.how == "asked to end", note=f"{e.how}, {status_text(e.exit)}"),
         Check("no process is left", not e.left and not e.stuck, len(e.left), 0, "; ".join((*e.left, *e.stuck))[:400]),
     ]

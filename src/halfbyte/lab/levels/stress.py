@@ -23,7 +23,7 @@ from halfbyte.lab.result import Check, Result, figure
 from halfbyte.model import load
 
 GROWTH = 0.10
-WORDS = range(300, 1500)  # token ids
+ORDINARY_TOKENS = range(300, 1500)  # token ids
 MIXED = 0.1  # of the streams may begin otherwise than their answer in one piece: a near tie falls either way
 SLACK = 16 << 20  # bytes: an allocator's grain, which is more than a tenth of a very small engine
 
@@ -32,20 +32,22 @@ SLACK = 16 << 20  # bytes: an allocator's grain, which is more than a tenth of a
 class Tally:
     """What became of the requests of one kind."""
 
-    asked: int = 0
+    requests: int = 0
     errors: tuple[str, ...] = ()
     mixed: tuple[str, ...] = ()  # streams whose content is not that of the same answer in one piece
 
-    def check(self, what: str) -> Check:
-        mixed = self.mixed if len(self.mixed) > MIXED * self.asked else ()
+    def check(self, title: str) -> Check:
+        mixed = self.mixed if len(self.mixed) > MIXED * self.requests else ()
         wrong = (*self.errors, *mixed)
-        return Check(what, not wrong, self.asked - len(wrong), self.asked, "; ".join(wrong[:3])[:400])
+        return Check(title, not wrong, self.requests - len(wrong), self.requests, "; ".join(wrong[:3])[:400])
 
 
 def ids(length: int, seed: int) -> list[int]:
     """A prompt of words that no other seed begins alike. The first 256 tokens of a vocabulary are bytes, and behind
     half a letter vLLM's answer begins with the rest of its prompt."""
-    return [WORDS.start + (seed * 31 + j * 7 + (j * j + seed) % 11) % len(WORDS) for j in range(length)]
+    return [
+        ORDINARY_TOKENS.start + (seed * 31 + j * 7 + (j * j + seed) % 11) % len(ORDINARY_TOKENS) for j in range(length)
+    ]
 
 
 def _alike(a: Reply, b: Reply) -> bool:
@@ -97,9 +99,9 @@ def check_stress(subject: Subject, engine: PeerProcess, counts: StressCounts) ->
         return subject.judged(cell, engine, checks)
     time.sleep(counts.settle_s)
     before = engine.memory_bytes()
-    for what, job in work.items():
-        subject.progress(f"stress: {what}")
-        checks += [job().check(what), Check("it lives", engine.alive)]
+    for title, job in work.items():
+        subject.progress(f"stress: {title}")
+        checks += [job().check(title), Check("it lives", engine.alive)]
         if not all(c.ok for c in checks[-2:]):
             return subject.judged(cell, engine, checks)
         checks.pop()

@@ -60,12 +60,12 @@ class Subject:
         """For timing, with the model's own tokenizer."""
         return HttpClient(url, tokenizer=load.tokenizer_of(self.model))
 
-    def process(self, what: str, gates: Gates | None = None) -> PeerProcess:
+    def process(self, title: str, gates: Gates | None = None) -> PeerProcess:
         """An engine that is not started yet, with a folder of its own."""
         setup = replace(self.setup, gates=self.gates if gates is None else gates)
-        name = re.sub(r"[^a-z0-9.=-]+", "-", what.lower()).strip("-")[:60]
+        name = re.sub(r"[^a-z0-9.=-]+", "-", title.lower()).strip("-")[:60]
         folder = self.folder / f"{next(self._starts):03}-{name}"
-        self.progress(f"{self.peer.name}: {what}")
+        self.progress(f"{self.peer.name}: {title}")
         return PeerProcess(self.peer, setup, folder, self.limits, debug=self.debug)
 
     def attempt(
@@ -114,5 +114,7 @@ class Subject:
     ) -> Result:
         """A cell whose engine failed: what happened, and where its diagnostics are."""
         self.diagnostics += [d for d in engine.diagnostics if d not in self.diagnostics]
-        found = {"diagnostics": [str(d) for d in engine.diagnostics], "causes": [str(c) for c in engine.causes]}
-        return Result(cell, checks=tuple(checks), detail={**(detail or {}), **found}, refused=str(error), invalid=True)
+        evidence = {"diagnostics": [str(d) for d in engine.diagnostics], "causes": [str(c) for c in engine.causes]}
+        return Result(
+            cell, checks=tuple(checks), detail={**(detail or {}), **evidence}, refused=str(error), invalid=True
+        )

@@ -43,22 +43,22 @@ class Target:
 
     def fits(self, result: Result) -> bool:
         cell = result.cell
-        wanted = {"depth": 0, "concurrency": 1, **self.test}
+        test = {"depth": 0, "concurrency": 1, **self.test}
         has = {"depth": 0, "concurrency": 1, **cell.shape}
-        same = all(has.get(name) == value for name, value in wanted.items())
+        same = all(has.get(name) == value for name, value in test.items())
         return same and cell.model.endswith(self.model) and self.preset in ("", cell.preset)
 
     def check(self, result: Result) -> Check | None:
         """None where the cell has no such figure."""
-        found = next((f for f in result.figures if f.name == self.figure), None)
-        if found is None:
+        figure = next((f for f in result.figures if f.name == self.figure), None)
+        if figure is None:
             return None
-        value = float(getattr(found, self.statistic))
+        value = float(getattr(figure, self.statistic))
         bound = self.least if self.least is not None else self.most
         assert bound is not None
         ok = value >= bound if self.least is not None else value <= bound
         sign = "at least" if self.least is not None else "at most"
-        return Check(f"{self.rung}: {sign} {bound:.6g} {found.unit}", ok, value, bound, self.source)
+        return Check(f"{self.rung}: {sign} {bound:.6g} {figure.unit}", ok, value, bound, self.source)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def targets_for(gpu: str, file: Path | None = None) -> Targets | None:
     if file is not None:
         return read_targets(file)
     for path in sorted(FOLDER.glob("*.toml")):
-        found = read_targets(path)
-        if any(name.lower() in gpu.lower() for name in found.gpus):
-            return found
+        targets = read_targets(path)
+        if any(name.lower() in gpu.lower() for name in targets.gpus):
+            return targets
     return None

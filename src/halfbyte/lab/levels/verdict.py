@@ -99,13 +99,13 @@ def error_beyond_rounding(stored: Tensor, exact: Tensor) -> float:
     """
     bits, least = SIGNIFICANT_BITS[stored.dtype], LEAST_EXPONENT[stored.dtype]
     largest = torch.finfo(stored.dtype).max
-    wanted = exact.double().clamp(-largest, largest)
-    exponent = torch.where(wanted == 0, float(least), torch.frexp(wanted).exponent.double() - 1)
+    clamped = exact.double().clamp(-largest, largest)
+    exponent = torch.where(clamped == 0, float(least), torch.frexp(clamped).exponent.double() - 1)
     half_step = torch.exp2(exponent.clamp(min=least) - bits)
-    excess = ((stored.float().double() - wanted).abs() - half_step).clamp(min=0.0)
+    excess = ((stored.float().double() - clamped).abs() - half_step).clamp(min=0.0)
     if not bool(torch.isfinite(excess).all()):
         return float("inf")
-    return float(excess.norm() / wanted.norm())
+    return float(excess.norm() / clamped.norm())
 
 
 def choice_gap(logits: Tensor, chosen: Tensor) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halfbyte.lab.result import Ceiling, Cell, Result, figure
+from halfbyte.lab.result import Cell, FigureCeiling, Result, figure
 
-ALL = Ceiling(100.0, "every answer")
+ALL = FigureCeiling(100.0, "every answer")
 
 
 def accuracy_result(report: Mapping[str, Any], cell: Cell) -> Result:

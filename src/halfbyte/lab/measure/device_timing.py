@@ -18,7 +18,7 @@ from torch import Tensor
 from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.lab.machine import device_roof
 from halfbyte.lab.measure.power import PowerMeter
-from halfbyte.lab.result import Ceiling, Cell, Result, figure
+from halfbyte.lab.result import Cell, FigureCeiling, Result, figure
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.launches import uncounted
@@ -189,7 +189,7 @@ def time_graph(model: GptOss, cell: Cell, rows: int, context: int, count: int, r
     best = decode_ceiling(
         gpu, model.config, model.spec.formats, context + count // 2, rows, model.spec.kv_dtype, experts
     ).tokens_per_second
-    ceiling = Ceiling(best, f"{gpu.name}: {gpu.note}")
+    ceiling = FigureCeiling(best, f"{gpu.name}: {gpu.note}")
     detail = {
         "experts_per_layer": experts, "experts_from": touched[0][1] if touched else "not visible",
         "experts_expected": unique_experts(model.config, rows),
@@ -243,7 +243,7 @@ def time_chunks(model: GptOss, cell: Cell, n: int, chunk: int, depth: int, repea
         return Result(cell, refused="the logits are not numbers")
     gpu = device_roof(model.device)
     roof = prefill_ceiling(gpu, model.config, model.spec.formats, n, depth)
-    ceiling = Ceiling(roof.tokens_per_second, f"{gpu.name}: {gpu.note}; bound by {roof.bound}")
+    ceiling = FigureCeiling(roof.tokens_per_second, f"{gpu.name}: {gpu.note}; bound by {roof.bound}")
     figures = (
         figure("speed", "tok/s", [n / s for s in times[1:]], ceiling),
         figure("ttft", "ms", [1e3 * s for s in times[1:]]),

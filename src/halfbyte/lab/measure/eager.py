@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from halfbyte.lab.machine import device_roof, synchronize
-from halfbyte.lab.measure.engine_timing import Work, speed_ceiling
+from halfbyte.lab.measure.engine_timing import TimedWork, speed_ceiling
 from halfbyte.lab.result import Cell, Check, Result, figure, measure_cell
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
@@ -23,7 +23,7 @@ from halfbyte.plan.step import Step
 
 def measure_eager(
     model: GptOss,
-    works: Sequence[Work],
+    works: Sequence[TimedWork],
     repeats: int,
     *,
     cell: Cell,
@@ -46,7 +46,7 @@ def measure_eager(
     return results
 
 
-def _result(model: GptOss, work: Work, cell: Cell, repeats: int, chunk: int) -> Result:
+def _result(model: GptOss, work: TimedWork, cell: Cell, repeats: int, chunk: int) -> Result:
     device_roof(model.device, model.weights.nbytes)
     run = partial(_prefill, model, work.prompt) if work.prompt else partial(_decode, model, work.tokens)
     rates = [run(work.depth, chunk, seed) for seed in range(repeats + 1)][1:]

@@ -35,8 +35,8 @@ from halfbyte.lab.machine import device_roof
 from halfbyte.lab.measure.device_timing import choices_of, fill, prefill_step
 from halfbyte.lab.measure.disturbance import DisturbanceMeter
 from halfbyte.lab.measure.event_stream import check_claims
-from halfbyte.lab.measure.rounds import Measured, RunLog, Runs, in_rounds
-from halfbyte.lab.result import Ceiling, Cell, Check, Figure, Result, figure, measure_cell
+from halfbyte.lab.measure.rounds import CellRuns, Measured, RunLog, in_rounds
+from halfbyte.lab.result import Cell, Check, Figure, FigureCeiling, Result, figure, measure_cell
 from halfbyte.lab.statistics import median
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ LEAST = 128  # rows of the last one: a step of very few may be one kernel, which
 
 
 @dataclass(frozen=True)
-class Work:
+class TimedWork:
     """One cell: a prompt to read or tokens to generate, behind `depth` tokens, by so many requests at once."""
 
     prompt: int = 0
@@ -76,7 +76,7 @@ class Work:
 
 def all_work(
     prompts: Iterable[int], tokens: Iterable[int], depths: Iterable[int], concurrency: Iterable[int]
-) -> list[Work]:
+) -> list[TimedWork]:
     """llama-bench's order: by depth, prompts before answers."""
     prompts, tokens, concurrency = list(prompts), list(tokens), list(concurrency)
     return [
@@ -84,14 +84,14 @@ def all_work(
         for depth in depths
         for c in concurrency
         for work in (
-            *(Work(prompt=n, depth=depth, concurrency=c) for n in prompts),
-            *(Work(tokens=n, depth=depth, concurrency=c) for n in tokens),
+            *(TimedWork(prompt=n, depth=depth, concurrency=c) for n in prompts),
+            *(TimedWork(tokens=n, depth=depth, concurrency=c) for n in tokens),
         )
     ]
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """What one request got: (seconds since all were submitted, tokens that came then)."""
 
     arrivals: list[tuple[float, float]] = field(default_factory=list)
@@ -111,10 +111,10 @@ class Answer:
         return self.arrivals[-1][0]
 
 
-class Client(Protocol):
+class TimedClient(Protocol):
     """Whoever has prompts answered: all at once, each with exactly `tokens` tokens."""
 
-    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]: ...
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[TimedAnswer]: ...
 
 
 class CoreClient:
@@ -123,12 +123,12 @@ class CoreClient:
     def __init__(self, core: EngineCore, clock: Callable[[], float] = time.perf_counter) -> None:
         self.core, self._clock = core, clock
 
-    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[TimedAnswer]:
         answers = {}
         start = self._clock()
         for prompt in prompts:
             request = Request(list(prompt), SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
-            answers[request.id] = Answer()
+            answers[request.id] = TimedAnswer()
             self.core.submit(request)
         while self.core.has_work:
             for id, delta in self.core.step():
@@ -155,7 +155,7 @@ def new_seed() -> int:
     return secrets.randbelow(1 << 31)
 
 
-def time_work(client: Client, work: Work, vocab: int, repeats: int, seed: int = 0) -> Runs:
+def time_work(client: TimedClient, work: TimedWork, vocab: int, repeats: int, seed: int = 0) -> CellRuns:
     (runs,) = time_all(client, [work], vocab, repeats, seed)
     if runs.error is not None:
         raise runs.error
@@ -163,15 +163,15 @@ def time_work(client: Client, work: Work, vocab: int, repeats: int, seed: int = 
 
 
 def time_all(
-    client: Client,
-    works: Sequence[Work],
+    client: TimedClient,
+    works: Sequence[TimedWork],
     vocab: int,
     repeats: int,
     seed: int = 0,
     log: RunLog | None = None,
     progress: Callable[[int], None] = lambda _: None,
     meter: DisturbanceMeter | None = None,
-) -> list[Runs]:
+) -> list[CellRuns]:
     """Every cell in rounds; a cell that failed has its error."""
 
     def run(i: int, number: int) -> Measured:
@@ -181,8 +181,8 @@ def time_all(
 
 
 def measure_client(
-    client: Client,
-    works: Sequence[Work],
+    client: TimedClient,
+    works: Sequence[TimedWork],
     repeats: int,
     cell: Cell,
     vocab: int,
@@ -190,7 +190,7 @@ def measure_client(
     log: RunLog | None = None,
     seed: int | None = None,
     meter: DisturbanceMeter | None = None,
-    judge: Callable[[Runs], str] = lambda _: "",
+    judge: Callable[[CellRuns], str] = lambda _: "",
 ) -> list[Result]:
     """Every cell of a client whose model is not in this process: speeds without ceilings. `judge` says why the timed
     answers of a cell cannot be believed, or nothing."""
@@ -203,7 +203,7 @@ def measure_client(
     return [r.invalidated(problem) if problem else r for r, problem in zip(results, problems)]
 
 
-def run_work(client: Client, work: Work, vocab: int, seed: int) -> Measured:
+def run_work(client: TimedClient, work: TimedWork, vocab: int, seed: int) -> Measured:
     prefixes = random_prompts(vocab, work.concurrency, work.depth, 2 * seed) if work.depth else [[]] * work.concurrency
     if work.depth:
         _answered(client.complete(prefixes, 1), 1)  # now the prefix cache holds them
@@ -237,7 +237,7 @@ def run_work(client: Client, work: Work, vocab: int, seed: int) -> Measured:
     return _measured(generated / (end - start), end - start, answers, sequences)
 
 
-def _check_new(answers: Sequence[Answer], depth: int) -> None:
+def _check_new(answers: Sequence[TimedAnswer], depth: int) -> None:
     """Prompts are new, so that no cache may hold more of them than the prefix that was put there."""
     most = max(a.cached for a in answers)
     if most > depth:
@@ -247,7 +247,7 @@ def _check_new(answers: Sequence[Answer], depth: int) -> None:
         )
 
 
-def _check_read(answers: Sequence[Answer], prompts: Sequence[Sequence[int]]) -> None:
+def _check_read(answers: Sequence[TimedAnswer], prompts: Sequence[Sequence[int]]) -> None:
     """An engine that says that it read less than a prompt has answered another one."""
     for answer, prompt in zip(answers, prompts):
         read = answer.prompt_tokens
@@ -255,7 +255,9 @@ def _check_read(answers: Sequence[Answer], prompts: Sequence[Sequence[int]]) -> 
             raise InvalidFigureError(f"the server read {read} of a prompt's {len(prompt)} tokens.")
 
 
-def check_pace(client: Client, prompts: Sequence[list[int]], answers: Sequence[Answer], work: Work) -> str:
+def check_pace(
+    client: TimedClient, prompts: Sequence[list[int]], answers: Sequence[TimedAnswer], work: TimedWork
+) -> str:
     """Why the parts of these answers contradict each other; empty where they do not.
 
     A decode speed is that of the tokens after the first. Where the whole answer took much longer than that speed
@@ -294,7 +296,7 @@ def check_pace(client: Client, prompts: Sequence[list[int]], answers: Sequence[A
     return ""
 
 
-def check_texts(work: Work, runs: Runs) -> None:
+def check_texts(work: TimedWork, runs: CellRuns) -> None:
     """Texts without ids have about as many tokens as the engine claims, over all runs of a cell."""
     counts = [m.spelled for m in runs.timed if m.spelled is not None]
     answers = work.concurrency * len(counts)
@@ -302,7 +304,9 @@ def check_texts(work: Work, runs: Runs) -> None:
         check_claims(work.tokens * answers, sum(counts), answers)
 
 
-def marginal_pace(client: Client, prompts: Sequence[list[int]], answers: Sequence[Answer], work: Work) -> float:
+def marginal_pace(
+    client: TimedClient, prompts: Sequence[list[int]], answers: Sequence[TimedAnswer], work: TimedWork
+) -> float:
     """Seconds for each token that a longer answer has more, in those of the answers' own decode. Behind a deep prompt
     the context may have no room for one."""
     try:
@@ -316,7 +320,7 @@ def marginal_pace(client: Client, prompts: Sequence[list[int]], answers: Sequenc
     return further / own
 
 
-def _measured(rate: float, seconds: float, answers: Sequence[Answer], sequences: list[list[int]]) -> Measured:
+def _measured(rate: float, seconds: float, answers: Sequence[TimedAnswer], sequences: list[list[int]]) -> Measured:
     firsts, lasts = tuple(a.first for a in answers), tuple(a.last for a in answers)
     counts = [a.spelled for a in answers if a.spelled is not None]
     return Measured(
@@ -325,7 +329,7 @@ def _measured(rate: float, seconds: float, answers: Sequence[Answer], sequences:
     )  # fmt: skip
 
 
-def _answered(answers: list[Answer], tokens: int) -> list[Answer]:
+def _answered(answers: list[TimedAnswer], tokens: int) -> list[TimedAnswer]:
     for answer in answers:
         if len(answer.tokens) != tokens or not answer.arrivals:
             raise InvalidFigureError(f"a request got {len(answer.tokens)} tokens instead of {tokens}.")
@@ -381,7 +385,7 @@ def _choices(model: GptOss, ids: Tensor, steps: int) -> Tensor | None:
     return torch.stack(choices) if choices else None
 
 
-def speed_ceiling(gpu: Gpu, model: GptOss, work: Work, experts: float | None = None) -> Ceiling:
+def speed_ceiling(gpu: Gpu, model: GptOss, work: TimedWork, experts: float | None = None) -> FigureCeiling:
     """Tokens per second of all requests together, if memory or arithmetic were never waited for."""
     ceilings = ceilings_of(model, gpu)
     if work.tokens:
@@ -389,7 +393,9 @@ def speed_ceiling(gpu: Gpu, model: GptOss, work: Work, experts: float | None = N
     return ceilings.prompts(work.prompt, work.depth, work.concurrency)
 
 
-def result_of(work: Work, runs: Runs, cell: Cell, model: GptOss | None, experts: float | None = None) -> Result:
+def result_of(
+    work: TimedWork, runs: CellRuns, cell: Cell, model: GptOss | None, experts: float | None = None
+) -> Result:
     """A cell's figures with their ceilings, which are known only with a model."""
     if runs.error is not None:
         raise runs.error
@@ -428,7 +434,7 @@ def result_of(work: Work, runs: Runs, cell: Cell, model: GptOss | None, experts:
 def measure_engine(
     model: GptOss,
     tokenizer: Tokenizer,
-    works: Sequence[Work],
+    works: Sequence[TimedWork],
     repeats: int,
     *,
     cell: Cell,
@@ -477,11 +483,11 @@ def record_check(model: GptOss) -> Check:
     return Check("the chosen kernels ran", not differences, note="; ".join(differences)[:400])
 
 
-def cell_of(cell: Cell, work: Work) -> Cell:
+def cell_of(cell: Cell, work: TimedWork) -> Cell:
     return replace(cell, kind="prompt" if work.prompt else "decode", shape=work.shape)
 
 
-def _with_experts(work: Work, runs: Runs, cell: Cell, model: GptOss) -> Result:
+def _with_experts(work: TimedWork, runs: CellRuns, cell: Cell, model: GptOss) -> Result:
     counted = work.tokens and runs.error is None
     return result_of(work, runs, cell, model, count_experts(model, runs.sequences, work.tokens) if counted else None)
 

@@ -22,7 +22,7 @@ Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass
-class Reading:
+class StreamReading:
     """What a stream held. Times are those of its blocks."""
 
     arrivals: list[tuple[float, float]] = field(default_factory=list)  # when, how many tokens
@@ -49,10 +49,10 @@ class Reading:
 FEWEST = 16  # tokens of an event, at most, where nobody says how many there are
 
 
-def read_blocks(blocks: Sequence[tuple[float, bytes]]) -> Reading:
+def read_blocks(blocks: Sequence[tuple[float, bytes]]) -> StreamReading:
     """An event may be cut anywhere. An error in the stream, or an end without usage, is an EngineError; another number
     of ids than the usage has, an InvalidFigureError."""
-    reading, left = Reading(), b""
+    reading, left = StreamReading(), b""
     texts: list[float] = []  # times of events that had something to read, or a token without letters
     read_at: float | None = None  # of the first that had something to read
     so_far = 0
@@ -146,7 +146,7 @@ CLAIMED = 1.25
 HEADER_TOKENS = 32  # of a conversation's answer
 
 
-def verify(reading: Reading, tokenizer: Tokenizer | None, slack: int = SLACK) -> None:
+def verify(reading: StreamReading, tokenizer: Tokenizer | None, slack: int = SLACK) -> None:
     """Holds the tokens against the text; `counted_by` says what they were compared with. Ids are decoded, and an
     InvalidFigureError says that their text is missing. Without ids the text is encoded again, which `check_claims`
     judges, and without a tokenizer nothing is known."""

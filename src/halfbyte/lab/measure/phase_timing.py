@@ -25,7 +25,7 @@ from halfbyte.lab.measure.device_timing import (
     prefill_step,
     random_tokens,
 )
-from halfbyte.lab.result import Ceiling, Cell, Result, figure, measure_cell
+from halfbyte.lab.result import Cell, FigureCeiling, Result, figure, measure_cell
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.launches import uncounted
@@ -77,18 +77,18 @@ def time_phases(model: GptOss, cell: Cell, rows: int, context: int) -> list[Resu
         floor = sum((work[op] for op in covers), Work())
         detail = {"launches": len(mine), "timed": how, "experts_per_layer": experts, **rates(floor, us * 1e-6, gpu)}
         # What only moves activations may find them in a cache, and has no ceiling alone.
-        ceiling = Ceiling(floor.seconds(gpu) * 1e6, f"{gpu.name}: {gpu.note}") if WEIGHTS & set(covers) else None
+        ceiling = FigureCeiling(floor.seconds(gpu) * 1e6, f"{gpu.name}: {gpu.note}") if WEIGHTS & set(covers) else None
         phase_cell = replace(step_cell, path=name)
         results.append(measure_cell(phase_cell, partial(timed, phase_cell, us, ceiling, detail)))
         total += us
     everything = sum(work.values(), Work())
-    ceiling = Ceiling(everything.seconds(gpu) * 1e6, f"{gpu.name}: {gpu.note}")
+    ceiling = FigureCeiling(everything.seconds(gpu) * 1e6, f"{gpu.name}: {gpu.note}")
     detail = {"launches": len(bound), "experts_per_layer": experts, **rates(everything, total * 1e-6, gpu)}
     results.append(measure_cell(step_cell, partial(timed, step_cell, total, ceiling, detail)))
     return results
 
 
-def timed(cell: Cell, us: float, ceiling: Ceiling | None, detail: dict[str, Any]) -> Result:
+def timed(cell: Cell, us: float, ceiling: FigureCeiling | None, detail: dict[str, Any]) -> Result:
     return Result(cell, (figure("time", "us", us, ceiling),), detail=detail)
 
 

@@ -53,7 +53,7 @@ class Measured:
 
 
 @dataclass
-class Runs:
+class CellRuns:
     """Every run of one cell so far."""
 
     all: list[Measured] = field(default_factory=list)
@@ -124,9 +124,9 @@ def in_rounds(
     log: RunLog | None = None,
     progress: Callable[[int], None] = lambda _: None,
     meter: DisturbanceMeter | None = None,
-) -> list[Runs]:
+) -> list[CellRuns]:
     """`run(cell, number)` for every cell, round by round. An error ends its cell and no other."""
-    cells = [Runs(log.runs(key) if log else []) for key in keys]
+    cells = [CellRuns(log.runs(key) if log else []) for key in keys]
     sensor, limit = nvml_sensor() or (None, None)
     number = 0
     while any(not r.enough(repeats) for r in cells):
@@ -146,7 +146,7 @@ def in_rounds(
     return cells
 
 
-def _leave_disturbed(runs: Runs, disturbance: Disturbance, repeats: int) -> None:
+def _leave_disturbed(runs: CellRuns, disturbance: Disturbance, repeats: int) -> None:
     """Take back the last run if the machine did other work meanwhile; too many of these make the cell INVALID. What
     contradicts itself beside other work, such as tokens that come in bursts, may be that work's doing, too."""
     if runs.error is not None and not isinstance(runs.error, InvalidFigureError):
@@ -167,7 +167,7 @@ def _leave_disturbed(runs: Runs, disturbance: Disturbance, repeats: int) -> None
         )
 
 
-def _run(runs: Runs, sensor: Sensor | None, limit: float | None, work: Callable[[], Measured]) -> None:
+def _run(runs: CellRuns, sensor: Sensor | None, limit: float | None, work: Callable[[], Measured]) -> None:
     try:
         with PowerMeter(sensor or (lambda: None), limit) as meter:
             runs.all.append(work())

@@ -32,7 +32,7 @@ from halfbyte.lab.measure.event_stream import (
     HEADER_SLACK,
     HEADER_TOKENS,
     SLACK,
-    Reading,
+    StreamReading,
     check_claims,
     exchange,
     read_blocks,
@@ -40,7 +40,7 @@ from halfbyte.lab.measure.event_stream import (
 )
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.power import PowerMeter
-from halfbyte.lab.result import KEPT, Cell, Check, Figure, Result, figure
+from halfbyte.lab.result import WRITTEN_SAMPLES, Cell, Check, Figure, Result, figure
 from halfbyte.lab.statistics import quantile
 from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson, Staircase, saturation
 from halfbyte.lab.workloads.workload import Session, Turn, Workload
@@ -76,7 +76,7 @@ class Limits:
 
 
 @dataclass
-class Asked:
+class SentRequest:
     """One request as its client saw it; seconds since the measurement began."""
 
     turn: Turn
@@ -84,7 +84,7 @@ class Asked:
     number: int  # of its turn
     sent: float
     blocks: list[tuple[float, bytes]] = field(default_factory=list)
-    reading: Reading | None = None
+    reading: StreamReading | None = None
     error: str = ""
 
     def read(self, tokenizer: Tokenizer | None) -> None:
@@ -101,7 +101,7 @@ class Asked:
             self.error = str(e)
 
     @property
-    def answer(self) -> Reading:
+    def answer(self) -> StreamReading:
         assert self.reading is not None
         return self.reading
 
@@ -136,7 +136,7 @@ class Player:
 
     def __init__(self, client: HttpClient, workload: Workload) -> None:
         self.client, self.workload = client, workload
-        self.asked: list[Asked] = []
+        self.requests: list[SentRequest] = []
         self._begin = client.clock()
 
     def now(self) -> float:
@@ -166,7 +166,7 @@ class Player:
                     await self._session(k, sessions[k])
 
                 await asyncio.gather(*(due(k, at) for k, at in enumerate(arrivals.times())))
-        for request in self.asked:
+        for request in self.requests:
             request.read(self.client.tokenizer)
 
     async def _climb(self, stairs: Staircase) -> None:
@@ -187,16 +187,16 @@ class Player:
             if turn.think_s:
                 await asyncio.sleep(turn.think_s)
             request = self.client.request(turn.path, turn.request())
-            played = Asked(turn, k, number, self.now())
+            played = SentRequest(turn, k, number, self.now())
             try:
                 link = await self.client.connect()
                 played.sent = self.now()
-                self.asked.append(played)
+                self.requests.append(played)
                 played.blocks = await exchange(link, request, self.now)
             except (EngineError, OSError) as e:
                 played.error = f"{e}"[:400] or type(e).__name__
-                if played not in self.asked:
-                    self.asked.append(played)
+                if played not in self.requests:
+                    self.requests.append(played)
                 return  # what follows in a session is said on top of an answer that it has not got
 
 
@@ -215,11 +215,11 @@ def measure_traffic(
     player = Player(client, workload)
     with meter() as power:
         run(player.play(arrivals))
-    return traffic_result(player.asked, workload, arrivals, cell, limits or Limits(), power)
+    return traffic_result(player.requests, workload, arrivals, cell, limits or Limits(), power)
 
 
 def traffic_result(
-    requests: Sequence[Asked], workload: Workload, arrivals: Arrivals | Staircase, cell: Cell, limits: Limits,
+    requests: Sequence[SentRequest], workload: Workload, arrivals: Arrivals | Staircase, cell: Cell, limits: Limits,
     power: PowerMeter,
 ) -> Result:  # fmt: skip
     errors = [a.error for a in requests if a.error]
@@ -295,7 +295,7 @@ def traffic_result(
     return power.judge(Result(cell, tuple(figures), tuple(checks), tuple(targets), detail=detail))
 
 
-def _too_short(requests: Sequence[Asked]) -> str:
+def _too_short(requests: Sequence[SentRequest]) -> str:
     """Why texts are too short for their tokens, or a prompt was not read to its end; empty where neither is so."""
     for a in requests:
         prompt, read = a.turn.body.get("prompt"), a.answer.prompt_tokens
@@ -316,7 +316,7 @@ def sessions_of(arrivals: Arrivals) -> int:
     return arrivals.sessions + 1
 
 
-def window(requests: Sequence[Asked], arrivals: Arrivals | Staircase) -> tuple[float, float]:
+def window(requests: Sequence[SentRequest], arrivals: Arrivals | Staircase) -> tuple[float, float]:
     """From the last first token of the sessions that began together to the first token of the session
     that began last: whole turns of the loop, prompts as well as answers. Of open arrivals all of it: how they begin and
     end is the traffic itself."""
@@ -338,7 +338,7 @@ STALL_S, STALL = 1.0, 50.0  # seconds, and times the usual gap: a pause that nee
 ONCE = 4  # requests for each such pause, at least: what belongs to serving comes back with every prompt
 
 
-def stall(requests: Sequence[Asked]) -> str:
+def stall(requests: Sequence[SentRequest]) -> str:
     """What shows that a server was not warm: pauses between two tokens far beyond the usual, of which there are far
     fewer than requests. Waiting for others' prompts comes back with every one of them. Empty where there are none."""
     pairs = [(a, b) for request in requests for (a, _), (b, _) in itertools.pairwise(request.answer.arrivals)]
@@ -363,7 +363,7 @@ def _quantiles(name: str, seconds: Sequence[float]) -> list[Figure]:
     if not seconds:
         return []
     values = [1e3 * s for s in seconds]
-    samples = tuple(values) if 1 < len(values) <= KEPT else ()
+    samples = tuple(values) if 1 < len(values) <= WRITTEN_SAMPLES else ()
     figures = []
     for label, share in (("p50", 0.5), ("p99", 0.99)):
         at = quantile(values, share)

@@ -22,7 +22,7 @@ import httpx
 from halfbyte.errors import AskError, EngineError, InvalidFigureError
 from halfbyte.lab.measure.event_stream import read_blocks
 
-KEPT = 50  # of the last requests
+REMEMBERED = 50  # of the last requests
 Logprobs = tuple[tuple[str, ...], tuple[float, ...], tuple[Mapping[str, float], ...]]  # pieces, values, best ones
 
 
@@ -85,7 +85,7 @@ class Asker:
 
     def __init__(self, url: str, *, timeout_s: float = 120.0, dialect: str = "openai") -> None:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
-        self.last: deque[PastRequest] = deque(maxlen=KEPT)
+        self.last: deque[PastRequest] = deque(maxlen=REMEMBERED)
         self._native = dialect == "llama.cpp"
         # One connection a request: an engine may die between two. The header closes them, and not a limit of idle ones:
         # with that limit a thread may take up a connection that another thread's pool is closing.
@@ -111,7 +111,7 @@ class Asker:
                 answer.raise_for_status()
                 self._model = str(answer.json()["data"][0]["id"])
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as e:
-                raise AskError(f"{self.url}/v1/models is no list of models ({_said(e)}).") from None
+                raise AskError(f"{self.url}/v1/models is no list of models ({_reason(e)}).") from None
         return self._model
 
     def healthy(self, path: str, timeout_s: float = 5.0) -> bool:
@@ -127,14 +127,14 @@ class Asker:
             answer.raise_for_status()
             return answer.json()
         except (httpx.HTTPError, ValueError) as e:
-            raise AskError(f"{self.url}{path}: {_said(e)}.") from None
+            raise AskError(f"{self.url}{path}: {_reason(e)}.") from None
 
     def metric(self, name: str) -> float:
         """The sum of a counter's samples on the engine's page of metrics; 0 where it has none."""
         try:
             text = self._http.get("/metrics").text
         except httpx.HTTPError as e:
-            raise AskError(f"{self.url}/metrics: {_said(e)}.") from None
+            raise AskError(f"{self.url}/metrics: {_reason(e)}.") from None
         rows = [line.rsplit(" ", 1) for line in text.splitlines() if re.match(rf"{name}(_total)?[ {{]", line)]
         return sum(float(value) for _, value in rows)
 
@@ -148,7 +148,7 @@ class Asker:
                 raise AskError(f"{outcome}: {answer.text[:300].strip() or 'empty body'}")
             return answer.text if body.get("stream") else answer.json()
         except (httpx.HTTPError, ValueError) as e:
-            raise AskError(f"{self.url}{path}: {_said(e)}.") from None
+            raise AskError(f"{self.url}{path}: {_reason(e)}.") from None
         finally:
             self.last.append(PastRequest(at, str(body)[:200], 0, outcome, time.perf_counter() - begin))
 
@@ -186,7 +186,7 @@ class Asker:
         except httpx.TimeoutException:
             raise AskError(f"no answer within {self.timeout_s:g} s") from None
         except httpx.HTTPError as e:
-            raise AskError(f"the connection failed ({_said(e)})") from None
+            raise AskError(f"the connection failed ({_reason(e)})") from None
         seconds = time.perf_counter() - begun
         if answer.status_code != 200:
             raise AskError(f"HTTP {answer.status_code}: {answer.text[:300].strip() or 'empty body'}")
@@ -199,7 +199,7 @@ class Asker:
         except (EngineError, InvalidFigureError) as e:
             raise AskError(str(e)) from None
         except (ValueError, LookupError, TypeError) as e:
-            raise AskError(f"not an answer of /v1/completions ({_said(e)}): {answer.text[:200]!r}") from None
+            raise AskError(f"not an answer of /v1/completions ({_reason(e)}): {answer.text[:200]!r}") from None
 
 
 def read_reply(raw: Any, seconds: float) -> Reply:
@@ -280,5 +280,5 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _said(e: BaseException) -> str:
+def _reason(e: BaseException) -> str:
     return f"{type(e).__name__}: {e}" if str(e) else type(e).__name__

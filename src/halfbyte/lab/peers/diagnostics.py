@@ -24,7 +24,7 @@ import psutil
 
 from halfbyte.lab.peers import signatures
 from halfbyte.lab.peers.asker import PastRequest
-from halfbyte.lab.peers.signatures import Finding
+from halfbyte.lab.peers.signatures import LogFinding
 
 COMMAND_S = 10.0
 KERNEL_LINES = 400
@@ -47,7 +47,7 @@ class Case:
     api_log: Path | None = None
 
 
-def collect(case: Case, folder: Path) -> list[Finding]:
+def collect(case: Case, folder: Path) -> list[LogFinding]:
     """Writes the folder; the known causes that the engine's log shows."""
     folder.mkdir(parents=True, exist_ok=True)
     text = _read(case.log)
@@ -79,7 +79,7 @@ def collect(case: Case, folder: Path) -> list[Finding]:
     return findings
 
 
-def causes(why: str, findings: Sequence[Finding]) -> str:
+def causes(why: str, findings: Sequence[LogFinding]) -> str:
     lines = [f"# {why}", ""]
     for finding in findings:
         s = finding.signature

@@ -23,7 +23,7 @@ from halfbyte.gates import cache_folder
 from halfbyte.lab import environment
 from halfbyte.lab.child import output_of, run_child
 from halfbyte.lab.machine import cores
-from halfbyte.lab.measure.engine_timing import Work
+from halfbyte.lab.measure.engine_timing import TimedWork
 
 VERSION = "0.3.36"  # of llama-cpp-python: the newest when docs/LOG.md's figures were taken
 PROGRAMS = ("llama-bench", "llama-server")
@@ -101,7 +101,7 @@ def _run(command: Sequence[str], folder: Path) -> None:
 # ---- llama-bench ---------------------------------------------------------------------------------------------------
 
 
-def bench_command(folder: Path, file: Path, works: Sequence[Work], threads: int, repeats: int) -> list[list[str]]:
+def bench_command(folder: Path, file: Path, works: Sequence[TimedWork], threads: int, repeats: int) -> list[list[str]]:
     """One command for each depth: llama-bench crosses everything with everything."""
     commands = []
     for depth in sorted({w.depth for w in works}):
@@ -126,21 +126,23 @@ def _list(counts: Any) -> str:
     return ",".join(str(n) for n in sorted({*counts} - {0})) or "0"
 
 
-def read_bench(text: str) -> dict[Work, list[float]]:
+def read_bench(text: str) -> dict[TimedWork, list[float]]:
     """llama-bench's JSON: tokens per second of every run, by what was run."""
     try:
         rows = json.loads(text)
         return {
-            Work(int(r["n_prompt"]), int(r["n_gen"]), int(r["n_depth"])): [float(s) for s in r["samples_ts"]]
+            TimedWork(int(r["n_prompt"]), int(r["n_gen"]), int(r["n_depth"])): [float(s) for s in r["samples_ts"]]
             for r in rows
         }
     except (ValueError, KeyError, TypeError) as e:
         raise PeerError(f"llama-bench said something else than its JSON ({e}): {text[:200]!r}") from None
 
 
-def measure(folder: Path, file: Path, works: Sequence[Work], threads: int, repeats: int) -> dict[Work, list[float]]:
+def measure(
+    folder: Path, file: Path, works: Sequence[TimedWork], threads: int, repeats: int
+) -> dict[TimedWork, list[float]]:
     """Every work in turn, each process for itself."""
-    speeds: dict[Work, list[float]] = {}
+    speeds: dict[TimedWork, list[float]] = {}
     for command in bench_command(folder, file, works, threads, repeats):
         speeds |= read_bench(output_of(command))
     return speeds

@@ -27,7 +27,7 @@ REASONS = {
     "experts_in_host": "name the layers with llama.cpp's own flag (--engine-flag=--n-cpu-moe --engine-flag N)",
     "cpu_instructions": "llama.cpp was built for every instruction of this processor",
 }
-KNOWN = ("threads", "kv_dtype", "graphs")
+SUPPORTED_GATES = ("threads", "kv_dtype", "graphs")
 SLOTS = 10  # requests at once: the protocol's most
 
 
@@ -47,7 +47,7 @@ class LlamaCppPeer:
 
     def launch(self, setup: Setup) -> Launch:
         gates = setup.gates
-        refusals = refused(gates, KNOWN, "llama.cpp", REASONS)
+        refusals = refused(gates, SUPPORTED_GATES, "llama.cpp", REASONS)
         if gates.kv_dtype not in ("auto", *KV):
             refusals.append(f"--kv-dtype {gates.kv_dtype}: llama.cpp has {', '.join(KV)}.")
         if refusals:

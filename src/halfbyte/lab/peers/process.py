@@ -32,7 +32,7 @@ from halfbyte.lab.peers import keeper
 from halfbyte.lab.peers.asker import Asker, Question
 from halfbyte.lab.peers.diagnostics import Case, collect
 from halfbyte.lab.peers.launch import API_LOG, DEBUG, Launch, Peer, Setup, free_port
-from halfbyte.lab.peers.signatures import Finding
+from halfbyte.lab.peers.signatures import LogFinding
 
 POLL_S = 0.05
 PORTS = 3  # that are tried: between finding one and listening on it another may have taken it
@@ -87,7 +87,7 @@ class PeerProcess:
         self.startup, self.ending = Startup(), Ending()
         self.url = self.version = ""
         self.diagnostics: list[Path] = []
-        self.causes: list[Finding] = []
+        self.causes: list[LogFinding] = []
         self._keeper: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
         self._seen: list[str] = []  # its processes, when they were last looked at
@@ -163,8 +163,10 @@ class PeerProcess:
         """An engine that ended before it was ready: its port was taken, it refused, or it crashed."""
         self.stop()
         text = self.last_words()
-        if self._said().get("error"):
-            raise PeerRefusedError(f"{self.peer.name}: {self._said()['error']}; install it, or name another engine.")
+        if self._statements().get("error"):
+            raise PeerRefusedError(
+                f"{self.peer.name}: {self._statements()['error']}; install it, or name another engine."
+            )
         if any(s in text for s in ("ddress already in use", "cannot listen on", "couldn't bind")):
             return False
         if self.ending.exit == UsageError.exit_code:  # ours, and the usual one of argument parsers
@@ -182,7 +184,7 @@ class PeerProcess:
     def pid(self) -> int:
         """The process id of the engine itself, not of its keeper."""
         deadline = time.monotonic() + self.limits.start_s
-        while (pid := self._said().get("pid")) is None and time.monotonic() < deadline:
+        while (pid := self._statements().get("pid")) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
         assert pid is not None, "an engine that runs has a process"
         return int(pid)
@@ -194,7 +196,7 @@ class PeerProcess:
             return bool(self.launch.url)
         if self._keeper.poll() is not None:
             return False
-        pid = self._said().get("pid")  # None: the keeper is about to start it
+        pid = self._statements().get("pid")  # None: the keeper is about to start it
         try:
             return pid is None or psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -270,7 +272,7 @@ class PeerProcess:
         self.processes()
         folder = self.folder / f"diagnostics-{len(self.diagnostics) + 1}"
         case = Case(
-            why, self.log, self.launch.command, self._environment, self._said(), self._seen, self.asker.last,
+            why, self.log, self.launch.command, self._environment, self._statements(), self._seen, self.asker.last,
             self.folder / API_LOG,
         )  # fmt: skip
         findings = collect(case, folder)
@@ -298,7 +300,7 @@ class PeerProcess:
                     child.kill()
             process.kill()
             process.wait()
-        status = self._said()
+        status = self._statements()
         self.ending = Ending(
             status.get("exit"),
             str(status.get("how", "")),
@@ -307,7 +309,7 @@ class PeerProcess:
         )
         return self.ending
 
-    def _said(self) -> Mapping[str, Any]:
+    def _statements(self) -> Mapping[str, Any]:
         try:
             status: dict[str, Any] = json.loads(self._status.read_text(encoding="utf-8"))
         except (OSError, ValueError):

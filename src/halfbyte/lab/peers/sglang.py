@@ -21,7 +21,7 @@ HEADS = {
     "eagle3-long": "nvidia/gpt-oss-120b-Eagle3-long-context",
     "eagle3-throughput": "nvidia/gpt-oss-120b-Eagle3-throughput",
 }
-KNOWN = ("moe_kernel", "attention", "kv_dtype", "speculate", "graphs", "sinks", "activation")
+SUPPORTED_GATES = ("moe_kernel", "attention", "kv_dtype", "speculate", "graphs", "sinks", "activation")
 
 
 class SglangPeer:
@@ -46,7 +46,7 @@ class SglangPeer:
 
 def sglang_flags(gates: Gates) -> tuple[list[str], list[str]]:
     flags: list[str] = []
-    refusals = refused(gates, KNOWN, "SGLang")
+    refusals = refused(gates, SUPPORTED_GATES, "SGLang")
     kernels = set(gates.moe_kernel)
     if kernels != {"auto"}:
         kernel = gates.moe_kernel.decode

@@ -20,7 +20,7 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class Finding:
+class LogFinding:
     signature: Signature
     line: str  # the first that shows it
     number: int  # of that line, from 1
@@ -156,11 +156,11 @@ SIGNATURES: tuple[Signature, ...] = (
 _COMPILED = [(s, re.compile(s.pattern, re.IGNORECASE)) for s in SIGNATURES]
 
 
-def find(lines: Iterable[str]) -> list[Finding]:
+def find(lines: Iterable[str]) -> list[LogFinding]:
     """Every signature that a log shows, each once, in the order in which they came."""
-    matches: dict[str, Finding] = {}
+    matches: dict[str, LogFinding] = {}
     for number, line in enumerate(lines, 1):
         for signature, pattern in _COMPILED:
             if signature.name not in matches and pattern.search(line):
-                matches[signature.name] = Finding(signature, line.strip()[:400], number)
+                matches[signature.name] = LogFinding(signature, line.strip()[:400], number)
     return list(matches.values())

@@ -57,19 +57,19 @@ def measurements(collected: Collected) -> list[FiledResult]:
     return [FiledResult(entry, file, r) for entry, file in collected.files for r in file.results]
 
 
-def newest(found: Iterable[FiledResult]) -> list[FiledResult]:
+def newest(results: Iterable[FiledResult]) -> list[FiledResult]:
     """The last of every cell and machine, and refusals only where nothing newer was measured."""
-    kept: dict[tuple[str, str], FiledResult] = {}
-    for m in found:
-        kept[m.entry.machine, key_of(m.cell)] = m
-    return list(kept.values())
+    latest: dict[tuple[str, str], FiledResult] = {}
+    for m in results:
+        latest[m.entry.machine, key_of(m.cell)] = m
+    return list(latest.values())
 
 
 # ---- leaderboards ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Place:
+class BoardRow:
     """One line of a board."""
 
     who: str
@@ -89,7 +89,7 @@ class Board:
     machine: str
     model: str
     test: str
-    places: Sequence[Place]
+    places: Sequence[BoardRow]
 
     @property
     def has_peer(self) -> bool:
@@ -117,48 +117,54 @@ class Standings:
 
 
 def boards(
-    found: Sequence[FiledResult], others: Sequence[Published], verdicts: Mapping[str, EngineVerdicts] | None = None
+    results: Sequence[FiledResult], others: Sequence[Published], verdicts: Mapping[str, EngineVerdicts] | None = None
 ) -> list[Board]:
     """An engine whose run of the protocol did not pass levels 1 to 3 is listed and has no place; one that had no such
     run stands behind all that passed."""
-    standings = Standings(found, verdicts or {})
-    groups: dict[tuple[str, str, str], dict[str, Place]] = {}  # the newest of everybody
-    for m in newest(found):
+    standings = Standings(results, verdicts or {})
+    groups: dict[tuple[str, str, str], dict[str, BoardRow]] = {}  # the newest of everybody
+    for m in newest(results):
         if m.cell.kind not in KINDS or m.cell.path not in PATHS:
             continue
         test = test_of(m.cell)
         run = standings.run_of(m)
         if run is not None and run.unranked:
-            place = Place(m.who, None, run.unranked, file=m.entry.name, how="not ranked", state="not ranked")
+            row = BoardRow(m.who, None, run.unranked, file=m.entry.name, how="not ranked", state="not ranked")
         elif m.result.refused:
-            place = Place(m.who, None, m.result.refused, file=m.entry.name, how=m.result.state, state=m.result.state)
+            row = BoardRow(m.who, None, m.result.refused, file=m.entry.name, how=m.result.state, state=m.result.state)
         else:
             f = m.result.figure("speed")
             ceiling = None if f.ceiling is None else f.ceiling.value
-            place = Place(m.who, f.value, spread(f), share(f), ceiling, file=m.entry.name, checked=run is not None)
-        groups.setdefault((m.entry.machine, m.model, test), {})[place.who] = place
+            row = BoardRow(m.who, f.value, spread(f), share(f), ceiling, file=m.entry.name, checked=run is not None)
+        groups.setdefault((m.entry.machine, m.model, test), {})[row.who] = row
     for p in others:
         shape: dict[str, Any] = {p.test[:2]: int(p.test[2:]), "depth": p.depth, "concurrency": p.concurrency}
         test = Cell("", shape=shape).label
-        place = Place(p.engine, p.value, number(p.value), how=p.label, state="published")
-        groups.setdefault((p.machine, p.model, test), {})[f"published {place.who} {place.how}"] = place
-    made = [Board(*key, ranked([*places.values()])) for key, places in groups.items()]
-    ours = {b.machine for b in made if any(p.state != "published" for p in b.places)}
+        row = BoardRow(p.engine, p.value, number(p.value), how=p.label, state="published")
+        groups.setdefault((p.machine, p.model, test), {})[f"published {row.who} {row.how}"] = row
+    tables = [Board(*key, ranked([*places.values()])) for key, places in groups.items()]
+    machines = {b.machine for b in tables if any(p.state != "published" for p in b.places)}
 
     def order(b: Board) -> tuple[Any, ...]:
-        return b.machine not in ours, b.machine, b.model, not b.has_peer, [int(n) for n in re.findall(r"\d+", b.test)]
+        return (
+            b.machine not in machines,
+            b.machine,
+            b.model,
+            not b.has_peer,
+            [int(n) for n in re.findall(r"\d+", b.test)],
+        )
 
-    return sorted(made, key=order)
+    return sorted(tables, key=order)
 
 
 def test_of(cell: Cell) -> str:
     """What was asked, in words that are the same for every engine and every seed."""
     shape = {k: v for k, v in cell.shape.items() if k not in ("seed", "workload")}
-    words = str(cell.shape.get("workload", "synthetic"))
-    return ("" if words == "synthetic" else f"{words}, ") + Cell(cell.kind, shape=shape).label
+    workload = str(cell.shape.get("workload", "synthetic"))
+    return ("" if workload == "synthetic" else f"{workload}, ") + Cell(cell.kind, shape=shape).label
 
 
-def ranked(places: Sequence[Place]) -> list[Place]:
+def ranked(places: Sequence[BoardRow]) -> list[BoardRow]:
     some = any(p.checked for p in places)  # else the order is by speed alone, and every place says that
     peers = [
         p.value
@@ -168,11 +174,11 @@ def ranked(places: Sequence[Place]) -> list[Place]:
         and (p.checked or p.state == "published" or not some)
     ]
     best = max(peers, default=None)
-    made = []
+    rows = []
     for p in sorted(places, key=lambda p: (p.value is None, some and not p.checked, -(p.value or 0.0))):
-        ours = p.who.startswith("halfbyte") and p.value is not None and best and (p.checked or not some)
-        made.append(Place(**(vars(p) | {"against": f"{p.value / best:.2f}x" if ours and p.value and best else ""})))
-    return made
+        own = p.who.startswith("halfbyte") and p.value is not None and best and (p.checked or not some)
+        rows.append(BoardRow(**(vars(p) | {"against": f"{p.value / best:.2f}x" if own and p.value and best else ""})))
+    return rows
 
 
 def spread(f: Figure) -> str:
@@ -189,13 +195,13 @@ def share(f: Figure) -> str:
 # ---- curves ---------------------------------------------------------------------------------------------------------
 
 
-def curves(found: Sequence[FiledResult], others: Sequence[Published], over: str) -> Iterator[Plot]:
+def curves(results: Sequence[FiledResult], others: Sequence[Published], over: str) -> Iterator[Plot]:
     """Speed over `depth` (of one stream) or over `concurrency` (of one depth), a plot for each machine, model and
     test."""
     fixed = "concurrency" if over == "depth" else "depth"
     groups: dict[tuple[str, str, str, Any], dict[str, dict[float, float]]] = {}
     dashed: set[str] = set()
-    for m in newest(found):
+    for m in newest(results):
         shape = m.cell.shape
         if (
             m.cell.kind not in (KINDS if over == "concurrency" else KINDS[:2])
@@ -219,21 +225,21 @@ def curves(found: Sequence[FiledResult], others: Sequence[Published], over: str)
         key = (p.machine, p.model, p.test, at[fixed])
         if key in groups or over == "concurrency":
             groups.setdefault(key, {}).setdefault(p.engine, {})[float(at[over])] = p.value
-    for (machine, model, test, held), series in sorted(groups.items(), key=str):
+    for (machine, model, test, constant), series in sorted(groups.items(), key=str):
         lines = [
             Series(who, sorted(points.items()), who in dashed) for who, points in series.items() if len(points) > 1
         ]
         if any(not line.dashed for line in lines):
             lines.sort(key=lambda line: (line.dashed, not line.name.startswith("halfbyte")))
-            behind = f", d{held}" if over == "concurrency" and held else ""
-            words = "tokens already in the cache" if over == "depth" else "streams"
-            yield Plot(f"{model} {test}{behind} · {machine}", words, "tokens/s", lines, log_x=True)
+            behind = f", d{constant}" if over == "concurrency" and constant else ""
+            axis = "tokens already in the cache" if over == "depth" else "streams"
+            yield Plot(f"{model} {test}{behind} · {machine}", axis, "tokens/s", lines, log_x=True)
 
 
-def latencies(found: Sequence[FiledResult]) -> Iterator[Plot]:
+def latencies(results: Sequence[FiledResult]) -> Iterator[Plot]:
     """First-token latency over throughput, a line for each engine, workload and way of arrival."""
     groups: dict[tuple[str, str, str], dict[str, list[tuple[float, float]]]] = {}
-    for m in newest(found):
+    for m in newest(results):
         if m.cell.kind != "serving" or not m.has("speed"):
             continue
         name = next((n for n in ("ttft_p99", "first_token_p99") if m.has(n)), None)
@@ -276,11 +282,11 @@ class Heat:
     not_timed: int = 0  # cells that ran beside other work
 
 
-def heat_maps(found: Sequence[FiledResult]) -> list[Heat]:
+def heat_maps(results: Sequence[FiledResult]) -> list[Heat]:
     """A map for each machine, engine and model: for each pair of choices the best decode speed there, against the best
     of all, or that every such cell was refused, or that one of them is INVALID."""
     groups: dict[str, list[FiledResult]] = {}
-    for m in newest(found):
+    for m in newest(results):
         if m.cell.kind == "matrix":
             title = f"{m.cell.engine or 'halfbyte'}, {m.model} · {m.entry.machine}"
             groups.setdefault(title, []).append(m)
@@ -347,9 +353,9 @@ class Kernels:
     table: KernelTable
 
 
-def kernels(found: Sequence[FiledResult]) -> list[Kernels]:
-    made = []
-    for m in newest(found):
+def kernels(results: Sequence[FiledResult]) -> list[Kernels]:
+    tables = []
+    for m in newest(results):
         try:
             if "kernel_table" in m.result.detail:  # of somebody else's trace
                 table = from_dict(m.result.detail["kernel_table"], m.entry.name)
@@ -361,8 +367,8 @@ def kernels(found: Sequence[FiledResult]) -> list[Kernels]:
         except UsageError:
             continue
         title = " ".join(t for t in (m.model, m.cell.preset, table.what) if t)
-        made.append(Kernels(f"{title} · {m.entry.machine}", m.entry.name, table))
-    return made
+        tables.append(Kernels(f"{title} · {m.entry.machine}", m.entry.name, table))
+    return tables
 
 
 @dataclass(frozen=True)
@@ -387,13 +393,13 @@ class History:
         return Plot(self.title, "", self.unit, [line], ticks=list(self.when))
 
 
-def histories(found: Sequence[FiledResult], figures: Sequence[str] = ("speed", "ttft", "ttft_p99")) -> list[History]:
+def histories(results: Sequence[FiledResult], figures: Sequence[str] = ("speed", "ttft", "ttft_p99")) -> list[History]:
     series: dict[tuple[str, str, str], list[tuple[FiledResult, Figure]]] = {}
-    for m in found:
+    for m in results:
         for f in m.result.figures:
             if f.name in figures:
                 series.setdefault((m.entry.machine, key_of(m.cell), f.name), []).append((m, f))
-    made = []
+    timelines = []
     for (machine, _, name), points in series.items():
         if len(points) < 2:
             continue
@@ -401,13 +407,13 @@ def histories(found: Sequence[FiledResult], figures: Sequence[str] = ("speed", "
         when = [f"{m.entry.time[:10]} {m.entry.commit[:7]}".strip() for m, _ in points]
         title = f"{name_of(points[0][0].cell)}, {name} · {machine}"
         values = [f.value for _, f in points]
-        made.append(History(title, points[0][1].unit, when, values, ["", *(v for v, _ in judged)],
+        timelines.append(History(title, points[0][1].unit, when, values, ["", *(v for v, _ in judged)],
                             [s for _, s in judged]))  # fmt: skip
-    return sorted(made, key=lambda h: (not h.regressions, h.title))
+    return sorted(timelines, key=lambda h: (not h.regressions, h.title))
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusalGroup:
     """One reason, and every cell that has it."""
 
     state: str
@@ -416,18 +422,18 @@ class Refusal:
     cells: Sequence[tuple[str, str]]  # name; what an INVALID cell had shown
 
 
-def refusals(found: Sequence[FiledResult]) -> list[Refusal]:
+def refusals(results: Sequence[FiledResult]) -> list[RefusalGroup]:
     """INVALID ones first; reasons that differ in numbers alone are one."""
     groups: dict[tuple[str, str, str], list[tuple[str, str, str]]] = {}
-    for m in newest(found):
+    for m in newest(results):
         if m.result.refused:
-            shown = ", ".join(f"{f['name']} {number(f['value'])} {f['unit']}"
+            line = ", ".join(f"{f['name']} {number(f['value'])} {f['unit']}"
                               for f in m.result.detail.get("not_believed", ())[:4])  # fmt: skip
             alike = re.sub(r"\d+(\.\d+)?", "0", m.result.refused)
-            row = name_of(m.cell), shown, m.result.refused
+            row = name_of(m.cell), line, m.result.refused
             groups.setdefault((m.result.state, m.entry.name, alike), []).append(row)
-    made = [
-        Refusal(state, rows[0][2], file, [(name, shown) for name, shown, _ in sorted(rows)])
+    refusal_groups = [
+        RefusalGroup(state, rows[0][2], file, [(name, figures) for name, figures, _ in sorted(rows)])
         for (state, file, _), rows in groups.items()
     ]
-    return sorted(made, key=lambda r: (r.state != "INVALID", -len(r.cells), r.why))
+    return sorted(refusal_groups, key=lambda r: (r.state != "INVALID", -len(r.cells), r.why))

@@ -36,19 +36,19 @@ FACTS = (
 )  # fmt: skip
 
 
-def render(collected: Collected, title: str = "halfbyte: results", made: str = "", note: str = "") -> str:
+def render(collected: Collected, title: str = "halfbyte: results", date: str = "", note: str = "") -> str:
     try:
         import jinja2
     except ImportError:
         raise UsageError("the report needs jinja2: pip install 'halfbyte[report]'.") from None
-    found = content.measurements(collected)
-    believed = content.Standings(found, collected.verdicts).believed(found)
-    states = [m.result.state for m in found]
-    boards = content.boards(found, collected.published, collected.verdicts)
-    histories = content.histories(found)
-    kernels = content.kernels(found)
+    results = content.measurements(collected)
+    believed = content.Standings(results, collected.verdicts).believed(results)
+    states = [m.result.state for m in results]
+    boards = content.boards(results, collected.published, collected.verdicts)
+    histories = content.histories(results)
+    kernels = content.kernels(results)
     values: dict[str, Any] = {
-        "title": title, "made": made, "note": note, "version": halfbyte.__version__, 
+        "title": title, "made": date, "note": note, "version": halfbyte.__version__,
         "collected": collected,
         "style": (HERE / "page.css").read_text(encoding="utf-8"), "span": _span(collected),
         "counts": {s: states.count(s) for s in ("measured", "refused", "INVALID")},
@@ -58,16 +58,16 @@ def render(collected: Collected, title: str = "halfbyte: results", made: str = "
         "depth": _plots(content.curves(believed, collected.published, "depth"), "depth"),
         "concurrency": _plots(content.curves(believed, collected.published, "concurrency"), "streams"),
         "latency": _plots(content.latencies(believed), "latency"), "serving": _serving(believed),
-        "heats": content.heat_maps(found), "kernels": kernels, "kernel_chart": _kernel_chart(kernels),
+        "heats": content.heat_maps(results), "kernels": kernels, "kernel_chart": _kernel_chart(kernels),
         "history": [(h, plots.lines(h.plot, f"history{i}")) for i, h in enumerate(histories[:HISTORIES])],
-        "more_history": max(0, len(histories) - HISTORIES), "refusals": content.refusals(found),
+        "more_history": max(0, len(histories) - HISTORIES), "refusals": content.refusals(results),
         "files": [_file(collected, i) for i in range(len(collected.files) - 1, -1, -1)],
     }  # fmt: skip
-    shown = {"refused": values["refusals"] or collected.unreadable, "matrix": values["heats"]}
+    sections = {"refused": values["refusals"] or collected.unreadable, "matrix": values["heats"]}
     runs = [(e, collected.verdicts[e.hash]) for e, _ in collected.files if e.hash in collected.verdicts]
     values["verdicts"] = runs
-    shown |= {"latency": values["latency"] or values["serving"]}
-    values["shown"] = {id for id, _ in SECTIONS if shown.get(id, values.get(id))}
+    sections |= {"latency": values["latency"] or values["serving"]}
+    values["shown"] = {id for id, _ in SECTIONS if sections.get(id, values.get(id))}
     values["sections"] = [(id, name) for id, name in SECTIONS if id in values["shown"]]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((HERE / "page.html").read_text(encoding="utf-8")).render(values)
@@ -113,22 +113,22 @@ def _lead(boards: Sequence[Board]) -> str:
     return plots.bars(f"{best.model} · {best.machine} · {who}", bars, "tokens/s", "lead")
 
 
-def _plots(found: Any, salt: str) -> list[str]:
-    return [plots.lines(plot, f"{salt}{i}") for i, plot in enumerate(found)]
+def _plots(results: Any, salt: str) -> list[str]:
+    return [plots.lines(plot, f"{salt}{i}") for i, plot in enumerate(results)]
 
 
 def _kernel_chart(kernels: Sequence[content.Kernels]) -> str:
     rows = []
     for k in kernels:
-        whole = k.table.busy_us + k.table.idle_us
-        shares = {r.category: r.share for r in k.table.rows} | {"idle": k.table.idle_us / whole if whole else 0.0}
+        total_us = k.table.busy_us + k.table.idle_us
+        shares = {r.category: r.share for r in k.table.rows} | {"idle": k.table.idle_us / total_us if total_us else 0.0}
         rows.append((k.title.split(" · ")[0], shares))
     return plots.stacked("Time by category", rows, (*CATEGORIES, "idle"), "kernels") if rows else ""
 
 
-def _serving(found: Sequence[FiledResult]) -> list[dict[str, str]]:
+def _serving(results: Sequence[FiledResult]) -> list[dict[str, str]]:
     rows = []
-    for m in content.newest(found):
+    for m in content.newest(results):
         if m.cell.kind != "serving" or m.result.refused:
             continue
         named = {f.name: f.value for f in m.result.figures}
@@ -150,6 +150,6 @@ def _serving(found: Sequence[FiledResult]) -> list[dict[str, str]]:
 
 def _file(collected: Collected, i: int) -> tuple[Any, list[tuple[str, str]], str]:
     entry, file = collected.files[i]
-    known = dict(flat("", file.environment))
-    facts = [(name, str(known[name])) for name in FACTS if known.get(name) not in (None, [], "")]
+    values = dict(flat("", file.environment))
+    facts = [(name, str(values[name])) for name in FACTS if values.get(name) not in (None, [], "")]
     return entry, facts, json.dumps(dict(file.environment), indent=1, default=str)

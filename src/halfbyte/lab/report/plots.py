@@ -115,8 +115,8 @@ def bars(title: str, rows: Sequence[tuple[str, float, float | None]], unit: str,
         figure, axes = pyplot.subplots(figsize=(6.2, 0.5 + 0.34 * len(rows)))
         names = [name for name, _, _ in rows]
         for i, (_, value, ceiling) in enumerate(rows):
-            ours = names[i].startswith("halfbyte")
-            axes.barh(i, value, color=SERIES[0 if ours else 1], height=0.62)
+            own = names[i].startswith("halfbyte")
+            axes.barh(i, value, color=SERIES[0 if own else 1], height=0.62)
             axes.annotate(f" {value:,.0f}" if value >= 100 else f" {value:.3g}", (value, i), va="center", fontsize=9)
             if ceiling is not None:
                 axes.plot([ceiling, ceiling], [i - 0.4, i + 0.4], color=INK, linewidth=1.6, linestyle=":")

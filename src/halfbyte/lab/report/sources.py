@@ -85,7 +85,7 @@ def published(path: Path = PUBLISHED) -> list[Published]:
 
 def collect(paths: Sequence[Path], *, elsewhere: bool = True) -> Collected:
     """`elsewhere`: also what others published of machines that none of these results is from."""
-    found = Collected(published=published())
+    collected = Collected(published=published())
     seen: set[str] = set()
     runs: list[EngineVerdicts] = []
     names: set[str] = set()
@@ -95,19 +95,19 @@ def collect(paths: Sequence[Path], *, elsewhere: bool = True) -> Collected:
             continue
         entry = entry_of(unique(name, names), data)
         if entry.unreadable:
-            found.unreadable.append((name, entry.unreadable))
+            collected.unreadable.append((name, entry.unreadable))
         elif entry.hash not in seen:
             seen.add(entry.hash)
-            found.files.append((entry, from_json(json.loads(data))))
-    for entry, file in found.files:
+            collected.files.append((entry, from_json(json.loads(data))))
+    for entry, file in collected.files:
         cells = _cells([asdict(r.cell) for r in file.results])
         if run := next((r for r in runs if r.cells == cells), None):
-            found.verdicts[entry.hash] = run
-    found.files.sort(key=lambda pair: (pair[0].time, pair[0].name))
+            collected.verdicts[entry.hash] = run
+    collected.files.sort(key=lambda pair: (pair[0].time, pair[0].name))
     if not elsewhere:
-        machines = {entry.machine for entry, _ in found.files}
-        found.published = [p for p in found.published if p.machine in machines]
-    return found
+        machines = {entry.machine for entry, _ in collected.files}
+        collected.published = [p for p in collected.published if p.machine in machines]
+    return collected
 
 
 def unique(name: str, names: set[str]) -> str:
@@ -137,7 +137,7 @@ def _members(paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
     for path in paths:
         if path.is_dir():
             # Every run of the protocol has its results under the same name: the folder's says more.
-            files = [p for p in sorted(path.glob("*.json")) if _wanted(p.name)]
+            files = [p for p in sorted(path.glob("*.json")) if _is_result_file(p.name)]
             yield from ((path.resolve().name if p.name == RESULTS else p.stem, p.read_bytes()) for p in files)
         elif not path.is_file():
             raise UsageError(f"there is no {path}; name a result file, a folder of them, or an archive.")
@@ -153,7 +153,7 @@ def _tar(path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with tarfile.open(path) as archive:
             for member in archive:
-                if member.isfile() and _wanted(member.name) and member.size <= LARGEST:
+                if member.isfile() and _is_result_file(member.name) and member.size <= LARGEST:
                     file = archive.extractfile(member)
                     if file is not None:
                         yield Path(member.name).stem, file.read()
@@ -165,11 +165,11 @@ def _zip(path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
-                if _wanted(member.filename) and member.file_size <= LARGEST:
+                if _is_result_file(member.filename) and member.file_size <= LARGEST:
                     yield Path(member.filename).stem, archive.read(member)
     except (zipfile.BadZipFile, OSError) as e:
         raise UsageError(f"{path} is no archive of results: {e}.") from None
 
 
-def _wanted(name: str) -> bool:
+def _is_result_file(name: str) -> bool:
     return name.endswith(".json") and Path(name).name != INDEX
