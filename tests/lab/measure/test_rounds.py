@@ -93,16 +93,17 @@ def test_runs_of_another_measurement_are_refused_and_results_are_kept(tmp_path: 
 
 
 class ScriptedMeter(DisturbanceMeter):
-    """Two cores; `others` are the CPU seconds of other processes during each run of one second."""
+    """Two cores; `others` are the CPU seconds of other processes during each run. The first reading and the last
+    belong to all runs together."""
 
-    def __init__(self, others: list[float], **more: float) -> None:
-        self.others, self.more, self.reads, self.busy = iter(others), more, 0, 0.0
+    def __init__(self, others: list[float], seconds: float = 1.0, **more: float) -> None:
+        self.others, self.seconds, self.more, self.reads, self.busy = iter(others), seconds, more, 0, 0.0
 
     def read(self) -> MachineReading:
         self.reads += 1
-        ended = self.reads % 2 == 0
+        ended = self.reads > 1 and self.reads % 2 == 1
         self.busy += next(self.others, 0.0) if ended else 0.0
-        at = float(self.reads // 2)  # a run takes a second
+        at = self.seconds * ((self.reads - 1) // 2)
         sums = {"stolen": 0.0, "throttled": 0.0} | {k: v * self.reads for k, v in self.more.items()}
         return MachineReading(at, 2, self.busy, own=0.0, mhz=None, **sums)
 
@@ -129,6 +130,17 @@ def test_a_machine_that_stays_busy_has_no_figure(meter: ScriptedMeter, reason: s
     assert isinstance(runs.error, InvalidFigureError)
     assert reason in str(runs.error)
     assert not runs.all
+
+
+@pytest.mark.parametrize(("others", "quiet"), [(0.01, False), (0.0, True)])
+def test_runs_too_short_for_the_ticks_are_judged_together(others: float, quiet: bool) -> None:
+    """One core of two is busy otherwise: 10 ms of it in a run of 10 ms is within one tick."""
+    meter = ScriptedMeter([others] * 99, seconds=0.01)
+    (runs,) = in_rounds("a", lambda _, n: measured(100.0), 8, meter=meter)
+    assert len(runs.timed) >= 8
+    assert not runs.disturbed
+    assert (runs.error is None) == quiet
+    assert quiet or "runs of 0.01 s are too short" in str(runs.error)
 
 
 def test_what_contradicts_itself_beside_other_work_is_repeated() -> None:

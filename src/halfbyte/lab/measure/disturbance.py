@@ -6,7 +6,8 @@
     meter.read().since(before).problem  # empty where the machine was quiet
 
 Other processes are all but this one and its descendants, to which the engine under test belongs. Ticks of the kernel
-are 10 ms, so that a run's length decides how small a share can be told; ALLOWANCE is left to them. Where Linux's files
+are 10 ms, so that a run's length decides how small a share can be told; ALLOWANCE is left to them. A run that is too
+short for them is judged by the time of all runs around it. Where Linux's files
 are missing nothing is known, and nothing is held against a run.
 """
 
@@ -40,6 +41,11 @@ class Disturbance:
     @property
     def share(self) -> float:
         return self.others / max(self.seconds * self.cores, 1e-9)
+
+    @property
+    def tells(self) -> bool:
+        """Whether this time was long enough for the kernel's ticks to show twice the work that others may do."""
+        return BUSY * self.seconds * self.cores > ALLOWANCE
 
     @property
     def problem(self) -> str:

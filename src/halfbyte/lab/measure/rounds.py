@@ -128,6 +128,7 @@ def in_rounds(
     """`run(cell, number)` for every cell, round by round. An error ends its cell and no other."""
     cells = [CellRuns(log.runs(key) if log else []) for key in keys]
     sensor, limit = nvml_sensor() or (None, None)
+    begin = None if meter is None else meter.read()
     number = 0
     while any(not r.enough(repeats) for r in cells):
         order = range(len(keys)) if number % 2 == 0 else range(len(keys) - 1, -1, -1)
@@ -143,7 +144,19 @@ def in_rounds(
             if log and cells[i].error is None and len(cells[i].all) > count:
                 log.add(keys[i], cells[i].all[-1])
         number += 1
+    if meter is not None and begin is not None:
+        _judge_short(cells, meter.read().since(begin).problem)
     return cells
+
+
+def _judge_short(cells: Sequence[CellRuns], problem: str) -> None:
+    """Runs that are too short to show other work are disturbed where all rounds together were."""
+    for runs in cells:
+        if problem and runs.error is None and runs.load and not all(d.tells for d in runs.load):
+            runs.error = DisturbedError(
+                f"runs of {max(d.seconds for d in runs.load):.2g} s are too short to tell what else the machine did, and "
+                f"around them {problem}; measure again on a quiet machine."
+            )
 
 
 def _leave_disturbed(runs: CellRuns, disturbance: Disturbance, repeats: int) -> None:
