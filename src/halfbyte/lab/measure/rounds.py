@@ -153,8 +153,9 @@ def _judge_short(cells: Sequence[CellRuns], problem: str) -> None:
     """Runs that are too short to show other work are disturbed where all rounds together were."""
     for runs in cells:
         if problem and runs.error is None and runs.load and not all(d.tells for d in runs.load):
+            longest = max(d.seconds for d in runs.load)
             runs.error = DisturbedError(
-                f"runs of {max(d.seconds for d in runs.load):.2g} s are too short to tell what else the machine did, and "
+                f"runs of {longest:.2g} s are too short to tell what else the machine did, and "
                 f"around them {problem}; measure again on a quiet machine."
             )
 
