@@ -179,7 +179,11 @@ class StepClock(StepObserver):
 
 
 def closed_loop(core: EngineCore, cell: Cell, streams: int, rounds: int, prompt: int, tokens: int) -> list[Result]:
-    """What `streams` get that ask again as soon as they have their answer; steady state as `serving` has it."""
+    """What `streams` get that ask again as soon as they have their answer.
+
+    The steady state lasts from the first token of the last stream to the first token of the last request that was sent,
+    as in `halfbyte.lab.measure.traffic.window`: whole turns, prompts as well as answers.
+    """
     clock = StepClock(core)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     prompts = iter(random_prompts(190_000, streams * rounds, prompt, 1))
@@ -208,13 +212,14 @@ def closed_loop(core: EngineCore, cell: Cell, streams: int, rounds: int, prompt:
             stream, turn = requests[id]
             if id not in started:
                 started.add(id)
+                if len(sent) == streams * rounds and id == next(reversed(sent)):
+                    end = now
                 if turn:
                     firsts.append(1e3 * (now - sent[id]))
                 elif len(started) == streams:
                     begin, first_step = now, len(clock.steps)
             if delta.finish is not None and turn + 1 < rounds:
                 ask(stream, turn + 1)
-                end = time.perf_counter()
     clock.read()
     counted = sum(n for at, n in generated if begin < at <= end)
     last = next(i for i, (at, _) in enumerate(generated) if at > end)
