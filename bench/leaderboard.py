@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.measurement import ROOT, Run, line_of, measurement, option
+from bench.measurement import ROOT, Column, Row, Run, SideBySide, line_of, measurement, option
 from bench.vllm import dummy_model, spread, trace
 from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.gates import PRESETS, Gates, inherited, parse
@@ -398,7 +398,33 @@ class Options:
             raise UsageError(f"there is no contender {unknown[0]!r}; there are {', '.join(CONTENDERS)}.")
 
 
-@measurement("leaderboard", seconds=900, receipt=False, routine=False)
+def _row(label: str, figure: str, over: str, values: tuple[Any, ...], kind: str = "serving", **shape: Any) -> Row:
+    return Row(label, kind, figure, "http", "120b", shape=shape, over=over, values=values)
+
+
+@measurement(
+    "leaderboard", seconds=900, receipt=False, routine=False,
+    side_by_side=(
+        SideBySide(
+            "leaderboard",
+            (
+                Column("halfbyte `fast`", preset="fast"),
+                Column("`exact`", preset="exact"),
+                Column("vLLM, Triton's experts", "vllm", moe_kernel="triton"),
+                Column("Marlin's", "vllm", moe_kernel="marlin"),
+            ),
+            (
+                _row("tokens/s at 1 / 8 / 32 / 64 streams", "speed", "concurrency", (1, 8, 32, 64), pp=1100, tg=256),
+                _row("first token at 64 streams, p50, ms", "ttft_p50", "concurrency", (64,), pp=1100, tg=256),
+                _row("the same, p99", "ttft_p99", "concurrency", (64,), pp=1100, tg=256),
+                _row("gap between tokens at 64 streams, p99, ms", "itl_p99", "concurrency", (64,), pp=1100, tg=256),
+                _row("decode @ 2k", "speed", "concurrency", (1,), "decode", tg=128, depth=2048),
+                _row("pp2048 @ 2k", "speed", "concurrency", (1,), "prompt", pp=2048, depth=2048),
+            ),
+            ceilings=True,
+        ),
+    ),
+)  # fmt: skip
 def leaderboard(run: Run, options: Options) -> None:
     names = list(options.contenders)
     board = Leaderboard(

@@ -65,6 +65,28 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Column:
+    """A column of such a table: what its cells are, and its figure where that is not the row's."""
+
+    label: str
+    engine: str = ""  # how the cell's engine begins; empty: halfbyte itself
+    path: str = ""
+    preset: str = ""
+    moe_kernel: str = ""
+    figure: str = ""
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """A table of docs/results.md with a column for each engine or format."""
+
+    name: str  # of its markers in the page
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    ceilings: bool = False  # show the share of each figure's ceiling
+
+
+@dataclass(frozen=True)
 class NoOptions:
     """For a measurement without options."""
 
@@ -81,6 +103,7 @@ class Measurement:
     command_line: tuple[str, ...] = ()  # where another program measures
     receipt: bool = True  # False: it passes or fails, or makes a file
     routine: bool = True  # whether `run --stale` includes it
+    side_by_side: tuple[SideBySide, ...] = ()
 
     @property
     def options(self) -> type[Any]:
@@ -154,10 +177,14 @@ MEASUREMENTS: dict[str, Measurement] = {}
 
 def measurement(
     name: str, *, seconds: float, needs: tuple[str, ...] = (), rows: tuple[Row, ...] = (), receipt: bool = True,
-    routine: bool = True, **settings: Any,
+    routine: bool = True, side_by_side: tuple[SideBySide, ...] = (), **settings: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:  # fmt: skip
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        _add(Measurement(name, function, function.__module__, seconds, needs, rows, settings, (), receipt, routine))
+        _add(
+            Measurement(
+                name, function, function.__module__, seconds, needs, rows, settings, (), receipt, routine, side_by_side
+            )
+        )
         return function
 
     return register

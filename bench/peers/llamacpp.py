@@ -16,10 +16,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from bench.measurement import Run, bench_results, measurement, option
+from bench.measurement import Column, Row, Run, SideBySide, bench_results, measurement, option
 from halfbyte.errors import UsageError
 from halfbyte.lab import receipts
 from halfbyte.lab.machine import cores, measure_read
@@ -199,7 +200,33 @@ class Options:
     repeats: int = option(3, "runs inside of one process")
 
 
-@measurement("llamacpp", needs=("compiler",), seconds=7200)
+def _row(label: str, kind: str, model: str, **shape: Any) -> Row:
+    return Row(label, kind, "speed", "plan / llama.cpp", model, shape=shape)
+
+
+@measurement(
+    "llamacpp", needs=("compiler",), seconds=7200,
+    side_by_side=(
+        SideBySide(
+            "llamacpp",
+            (
+                Column("halfbyte's plan"),
+                Column("engine", path="engine / llama.cpp"),
+                Column("over HTTP", path="http / llama.cpp"),
+                Column("llama.cpp", figure="peer_speed"),
+            ),
+            (
+                _row("20b shape, q8 attention and head, tg16", "decode", "20b-q8", tg=16, depth=0),
+                _row("the same, pp256", "prompt", "20b-q8", pp=256, depth=0),
+                _row("20b shape, every layer MXFP4, tg16", "decode", "20b-mxfp4", tg=16, depth=0),
+                _row("the same, pp256", "prompt", "20b-mxfp4", pp=256, depth=0),
+                _row("embedded model, tg64", "decode", "tiny", tg=64, depth=0),
+                _row("the same at 2,048 tokens of depth", "decode", "tiny", tg=64, depth=2048),
+                _row("the same, pp256", "prompt", "tiny", pp=256, depth=0),
+            ),
+        ),
+    ),
+)  # fmt: skip
 def llamacpp_turns(run: Run, options: Options) -> None:
     comparison = TurnOptions(
         options.models, tuple(all_work(options.pp, options.tg, options.depth, [1])), options.threads, options.through,

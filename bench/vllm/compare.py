@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.measurement import Run, child_command, measurement, option
+from bench.measurement import Column, Row, Run, SideBySide, child_command, measurement, option
 from bench.vllm import child
 from bench.vllm.receipt import held_against, results_of, sources
 from halfbyte.errors import UsageError
@@ -171,7 +171,29 @@ class Options:
                 raise UsageError(f"there is no {kind} {unknown[0]!r}; there are {', '.join(choices)}.")
 
 
-@measurement("inside-vllm", needs=("gpu", "vllm"), seconds=1800)
+def _row(label: str, kind: str, shape: dict[str, Any], over: str = "", values: tuple[Any, ...] = ("",)) -> Row:
+    return Row(label, kind, "speed", model="120b", shape=shape, over=over, values=values)
+
+
+@measurement(
+    "inside-vllm", needs=("gpu", "vllm"), seconds=1800,
+    side_by_side=(
+        SideBySide(
+            "inside-vllm",
+            (
+                Column("vLLM alone, Triton's experts", "vllm", "shipped-triton"),
+                Column("Marlin's", "vllm", "shipped-marlin"),
+                Column("with the plugin, checkpoint's formats", "vllm", "plugin-checkpoint"),
+                Column("every layer MXFP4", "vllm", "plugin-mxfp4"),
+            ),
+            (
+                _row("tg128 @ 2k, one stream", "decode", {"tg": 128, "depth": 2048}),
+                _row("tg128, 8 / 32 / 64 streams", "decode", {"tg": 128, "depth": 128}, "concurrency", (8, 32, 64)),
+                _row("pp2048 / pp8192", "prompt", {}, "pp", (2048, 8192)),
+            ),
+        ),
+    ),
+)  # fmt: skip
 def inside_vllm(run: Run, options: Options) -> None:
     results: dict[str, dict[str, Any]] = {}
     run.sources |= sources()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench import catalog, plot, table
-from bench.measurement import Row
-from bench.table import markdown
+from bench.measurement import Column, Row, SideBySide
+from bench.table import markdown, side_by_side
 from halfbyte.errors import UsageError
 from halfbyte.lab.receipts import Receipt
 from halfbyte.lab.result import Cell, FigureCeiling, Result, ResultFile, figure
@@ -88,3 +88,40 @@ def test_a_cell_without_a_figure_has_no_bar() -> None:
     drawing = "".join(plot.draw(panel))
     assert drawing.count("<rect") == 1
     assert "–" in drawing
+
+
+TABLE = SideBySide("pairs", (Column("ours"), Column("theirs", "peer")), (ROW,), ceilings=True)
+
+
+def with_peer(known: Receipt, *, refused: str = "", **speeds: float) -> Receipt:
+    assert known.file is not None
+    cells = [
+        Result(
+            Cell("decode", "120b", engine="peer 1.0", path="engine", shape={"concurrency": int(c[1:])}),
+            (figure("speed", "tok/s", speed),) if not refused else (),
+            refused=refused,
+        )
+        for c, speed in speeds.items()
+    ]
+    return replace(known, file=replace(known.file, results=(*known.file.results, *cells)))
+
+
+def test_figures_side_by_side_are_of_one_receipt() -> None:
+    both = with_peer(receipt("a", "STALE", "2026-01-01", c8=1000.0, c32=2000.0), c8=500.0, c32=600.0)
+    alone = receipt("b", "current", "2026-02-01", c8=4000.0, c32=5000.0)
+    text = list(side_by_side([both, alone], TABLE, "cmd"))[-1]
+    assert text == "| streams (STALE) | **1000** (5 %) / **2000** (10 %) | 500 / 600 |"
+    assert list(side_by_side([], TABLE, "cmd"))[-1].startswith("| streams |")
+
+
+def test_a_refused_cell_of_a_side_by_side_table_is_said() -> None:
+    both = with_peer(receipt("a", "current", "2026-01-01", c8=1000.0), refused="not warm", c8=0.0)
+    assert list(side_by_side([both], TABLE, "cmd"))[-1] == "| streams | **1000** (5 %) / – | INVALID / – |"
+
+
+def test_a_table_that_no_measurement_has_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    named = "<!-- table nothing: python -m bench table --write -->\n<!-- /table -->"
+    page.write_text(f"{table.BEGIN}\n{table.END}\n{named}\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="'nothing'"):
+        table.filled(page, [])
