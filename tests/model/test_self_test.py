@@ -217,6 +217,34 @@ def test_a_wrong_matrix_is_found_by_its_probe(wrong: str, monkeypatch: pytest.Mo
     assert f"{name} row" in self_test.refusal(ARCHES["sm121"], report), "whichever probe differs first"
 
 
+def test_values_of_every_kv_head_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the stream is narrower than all query heads: two rows of the last head have changed places."""
+    config = SMALL.with_(kv_heads=2)
+    assert config.hidden < config.q_dim // 2
+    g = gates.PRESETS["fast"].gates
+    spec = choose(config, g, ARCHES["sm121"]).spec
+    choice = PlanChoice(
+        replace(spec, max_context=self_test.CONTEXT),
+        *select.select(spec, ARCHES["cpu"], gates.Gates(), reference.PHASES),
+    )
+    whole = twin.enlarge
+
+    def moved(*args: Any) -> Any:
+        weights = whole(*args)
+        m = weights.layers[0].qkv
+        data = m.data.clone()
+        data[-1], data[-2] = m.data[-2], m.data[-1]
+        weights.layers[0] = replace(weights.layers[0], qkv=replace(m, data=data))
+        return weights
+
+    probe = list(twin.probes(config, spec.matrices.in_layer(0), CPU, 3))[-1]
+    assert self_test.ask(probe, config, choice, g, ["decode"]) == []
+    monkeypatch.setattr(self_test, "enlarge", moved)
+    (problem,) = self_test.ask(probe, config, choice, g, ["decode"])
+    assert "values of qkv row" in problem
+    assert int(problem.partition("row ")[2].partition(",")[0]) >= config.qkv_dim - 2
+
+
 def test_a_wrong_code_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference over weights in which one code has become another."""
     cuda, g = choice_of("fast")
@@ -366,7 +394,7 @@ def test_on_this_gpu(preset: str) -> None:
     Compilation(choice.spec, choice.chosen, arch, kernels.compilations(choice.spec, choice.chosen, arch)).wait()
     first = self_test.run(config, choice, g, CUDA)
     report = self_test.run(config, choice, g, CUDA)
-    print(f"{preset}: {first.seconds:.2f} s, then {report.seconds:.2f} s: {', '.join(report.asked)}")
+    print(f"{preset}: {first.seconds:.2f} s, then {report.seconds:.2f} s: {', '.join(report.checks)}")
     assert report.problems == ()
     assert list(report.checks) == [*PROBES, "two layers", "late hand-overs"]
     assert set(choice.selection.chosen) == set(REGIMES)

@@ -318,12 +318,16 @@ def probes(config: ModelConfig, formats: Mapping[str, str], device: torch.device
                  lambda token, out: (out, reached[token - 2 * count]), drawn, 2 * count)  # fmt: skip
 
     drawn = draw(formats["qkv"], c.qkv_dim, c.hidden, -2, 0, device, 6)
-    of_head = torch.arange(min(c.hidden, c.q_dim), device=device)
-    rows = c.q_dim + c.kv_dim + of_head // c.head_dim // group * c.head_dim + of_head % c.head_dim
+    # One query head of each group after the other, so that a stream narrower than all heads sees every value.
+    heads = torch.arange(c.heads, device=device).reshape(c.kv_heads, group).T.reshape(-1, 1)
+    taken = (heads * c.head_dim + torch.arange(c.head_dim, device=device)).reshape(-1)[: c.hidden]
+    chosen = torch.zeros((c.hidden, c.q_dim), dtype=torch.bfloat16, device=device)
+    chosen[torch.arange(len(taken), device=device), taken] = 1
+    rows = c.q_dim + c.kv_dim + taken // c.head_dim // group * c.head_dim + taken % c.head_dim
     added = torch.zeros((count, c.hidden), dtype=torch.float64, device=device)
     added[:, : len(rows)] = h * drawn.column(at)[0][:, rows]
     row_list = rows.tolist()
-    yield behind("values of qkv", still(qkv=drawn.matrix, o=eye("o", c.hidden, c.q_dim)), added,
+    yield behind("values of qkv", still(qkv=drawn.matrix, o=in_format(chosen, formats["o"])), added,
                  lambda token, out: (row_list[min(out, len(row_list) - 1)], col[token]), drawn)  # fmt: skip
 
 
