@@ -19,6 +19,7 @@ import torch
 
 from halfbyte import gates
 from halfbyte.engine.graphs import DecodeGraph
+from halfbyte.errors import PlanError
 from halfbyte.kernels.cuda.device import host
 from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.config import ModelConfig, Yarn
@@ -136,14 +137,21 @@ def expected_of(preset: str, numbers: tuple[tuple[str, str], ...]) -> tuple[torc
 
 @pytest.mark.parametrize(("preset", "flags"), CASES, ids=["-".join([p, *f.values()]) for p, f in CASES])
 def test_logits(preset: str, flags: dict[str, str]) -> None:
-    mine = on_device(gates.parse(flags, env={}, preset=preset))
+    arch = arch_of("cuda")
+    try:
+        mine = on_device(gates.parse(flags, env={}, preset=preset))
+    except PlanError as e:  # GPUs before SM89 multiply no fp8
+        assert arch.family == "sm8x", e
+        assert flags.get("activation") in ("fp8", "mxfp8", "mxfp4"), e
+        pytest.skip(str(e).splitlines()[0])
     got = logits(mine)
     expected, moved = expected_of(preset, tuple((k, v) for k, v in flags.items() if k in NUMBERS))
     ran = mine.plan.record.phases()
     assert ran
     assert not [name for name in ran if name.startswith("reference.")]
-    if torch.cuda.get_device_capability() == (9, 0) and set(flags) <= {"attention"}:
+    if set(flags) <= {"attention"}:
         assert ("cuda.decode_step" in ran) == (not flags)  # phases that hold attention are left out with it
+    if arch.name == "sm90" and set(flags) <= {"attention"}:
         assert mine.plan.record.phases("prefill") >= {"cuda.grouped_moe" if flags else "cuda.prefill_layer"}
     assert [str(d) for d in mine.plan.differences()] == []
     assert torch.isfinite(got).all()

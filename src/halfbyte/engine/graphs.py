@@ -8,7 +8,10 @@ belong to the scratch page, and their results are not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +38,25 @@ def graph_sizes(limits: RegimeLimits) -> tuple[int, ...]:
     """The usual sizes and the largest size of every regime: a step padded into another regime would run other kernels,
     which round differently from the eager step."""
     return tuple(sorted({s for s in USUAL_SIZES if s <= limits.batch} | {limits.decode, limits.batch}))
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> Any:
+    """The one stream on which graphs are captured. torch hands out 32 streams again and again: with one for each
+    capture, another thread's copies would soon be on a stream that is capturing, which ends the capture."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Python frees no cycles within the context: CUDA memory that is freed during a capture ends the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class DecodeGraph:
@@ -112,18 +134,19 @@ class DecodeGraph:
     def capture(self, pool: Any = None) -> None:
         """Warm up on the scratch page (kernels compile here), then record, in a memory pool that graphs may share."""
         device = self.model.device
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+        stream = capture_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
             for _ in range(2):
                 self.model.forward(self.step)
-        torch.cuda.current_stream(device).wait_stream(side)
+        torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be read
         plan = self.model.plan
         with (
+            no_garbage_collection(),
             plan.record.capturing(plan.regime(self.step), self.step.rows) as self.captured,
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
             self.logits = self.run()
         self.captured.read(graph.raw_cuda_graph())
