@@ -14,6 +14,7 @@ MODULES = (
     "bench.checks.sanitizer",
     "bench.checks.stress",
     "bench.checks.embedded",
+    "bench.checks.variant_answers",
     "bench.checks.variant_quality",
     "bench.engine.host",
     "bench.engine.server",

@@ -26,9 +26,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,53 @@ def child_command(function: Callable[..., Any], *arguments: Any) -> list[str]:
 
 def last_line(output: str) -> Any:
     return json.loads(output.splitlines()[-1])
+
+
+@dataclass(frozen=True)
+class CaseOutcome:
+    """What one case's process wrote, and why it failed; empty where it did not."""
+
+    case: tuple[Any, ...]
+    records: list[dict[str, Any]]
+    failed: str
+
+
+def run_cases(
+    function: Callable[..., None], cases: Sequence[tuple[Any, ...]], *shared: Any, jobs: int, seconds: float
+) -> Iterator[CaseOutcome]:
+    """Every case in a process of its own (compilers run beside each other), `jobs` at a time, in the order in which
+    they end. `function(*case, out, *shared)` calls `write_records(out, ...)` as often as it likes; what it had written
+    before it failed is kept. After `seconds` no case goes on."""
+    until = time.monotonic() + seconds
+    waiting = list(cases)
+    running: list[tuple[tuple[Any, ...], subprocess.Popen[bytes], Path]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                case = waiting.pop(0)
+                out = Path(folder) / f"{len(waiting)}.json"
+                command = child_command(function, *case, out, *shared)
+                running.append((case, subprocess.Popen(command, stdout=subprocess.DEVNULL), out))
+            time.sleep(0.2)
+            if time.monotonic() > until:
+                for case in waiting:
+                    yield CaseOutcome(case, [], "not begun, no time was left")
+                waiting.clear()
+                for _, process, _ in running:
+                    process.kill()
+                    process.wait()
+            for entry in [r for r in running if r[1].poll() is not None]:
+                running.remove(entry)
+                case, process, out = entry
+                records = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
+                yield CaseOutcome(case, records, f"exit code {process.returncode}" if process.returncode else "")
+
+
+def write_records(out: str, records: list[dict[str, Any]]) -> None:
+    """A process that is stopped leaves a whole file or none."""
+    unfinished = Path(out).with_suffix(".part")
+    unfinished.write_text(json.dumps(records), encoding="utf-8")
+    unfinished.replace(out)
 
 
 def bench_results(arguments: Sequence[str]) -> ResultFile:

@@ -9,6 +9,7 @@ and benchmarks that want to see meaning go through those kernels; serving a mode
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -79,14 +80,18 @@ class PaddedSource:
         return torch.cat((m, torch.full((more, *m.shape[1:]), value, dtype=m.dtype, device=m.device)))
 
 
-def load_padded(gates: Gates, device: torch.device | str) -> GptOss:
-    """The embedded model, padded, on a device in its plan's layouts."""
-    source = checkpoint.open_model(load.EMBEDDED)
+def load_padded(gates: Gates, device: torch.device | str, folder: Path = load.EMBEDDED) -> GptOss:
+    """The embedded model, or a variant of it, padded, on a device in its plan's layouts."""
+    source = checkpoint.open_model(folder)
+    arch = arch_of(device)
     try:
         padded = PaddedSource(source)
-        gates = resolved(gates, CHECKPOINT_FORMATS, arch_of(device))
-        choice = choose(padded.config, gates, arch_of(device))
-        weights = checkpoint.assemble(padded, layer_formats=gates.layer_formats)
+        gates = resolved(gates, CHECKPOINT_FORMATS, arch)
+        choice = choose(padded.config, gates, arch)
+        weights = checkpoint.assemble(
+            padded, layer_formats=gates.layer_formats, scale_heads=choice.spec.kv_dtype == "fp8",
+            half_rows=load.half_rows(choice, arch),
+        )  # fmt: skip
     finally:
         source.close()
     for layer, role, tensor in list(weights.items()):

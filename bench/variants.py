@@ -231,6 +231,17 @@ SAME: dict[str, Callable[[Checkpoint], None]] = {
 }
 
 
+def logit_bound(name: str, preset: str) -> float:
+    """How far a variant's logits may be from the plain model's through the same plan of a GPU: their relative error.
+
+    A power of two changes no bit, but for the decode step's residual in fixed point; another order of sums changes what
+    rounds to bf16. Where a matrix is quantised, values and keys of another size round otherwise: q8 has float16 scales,
+    and which columns folding raises depends on all of qkv."""
+    if preset != "exact" and name.startswith(("values", "keys", "residual x 2^-4")):
+        return 5e-2
+    return 5e-3 if "permuted" in name else 1e-4
+
+
 # ---- another function ----------------------------------------------------------------------------------------------
 
 

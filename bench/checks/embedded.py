@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from typing import Any
 import torch
 
 from bench.engine.engine_steps import SyncErrors
-from bench.measurement import ANSWERS, Row, Run, child_command, engine_sources, measurement, option
+from bench.measurement import ANSWERS, Row, Run, engine_sources, measurement, option, run_cases, write_records
 from bench.padded_model import load_padded
 from halfbyte import gates as gates_
 from halfbyte.engine.build import core_for
@@ -69,10 +67,10 @@ def core_of(model: GptOss, gates: gates_.Gates, **options: Any) -> EngineCore:
     return core_for(model, load.tokenizer_of(name), EngineOptions(gates=gates, **options))[0]
 
 
-def complete(core: EngineCore, prompts: list[list[int]], most: int) -> list[list[int]]:
+def complete(core: EngineCore, prompts: list[list[int]], most: int, ignore_eos: bool = False) -> list[list[int]]:
     out: dict[str, list[int]] = {}
     for p in prompts:
-        request = Request(p, SamplingParams(temperature=0.0, max_tokens=most))
+        request = Request(p, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=ignore_eos))
         out[request.id] = []
         core.submit(request)
     while core.has_work:
@@ -151,35 +149,15 @@ def evaluate(options: Options) -> list[dict[str, Any]]:
     if options.only:
         only = options.only
         cases = [c for c in cases if c[0] in only or c[1] in only or ("padded" in only and c[2])]
-    running: list[tuple[tuple[Any, ...], subprocess.Popen[bytes], Path]] = []
     done: list[dict[str, Any]] = []
-    printed = 0
-    folder = Path(tempfile.mkdtemp())
-    waiting = list(cases)
-    until = time.monotonic() + options.seconds
-    while waiting or running:
-        while waiting and len(running) < options.jobs:
-            case = waiting.pop(0)
-            out = folder / f"{len(waiting)}.json"
-            command = child_command(run_case, *case, out, stored["per_task"], options.answers)
-            running.append((case, subprocess.Popen(command, stdout=subprocess.DEVNULL), out))
-        time.sleep(0.2)
-        if time.monotonic() > until:
-            done += [{"case": case, "failed": "not begun, no time was left"} for case in waiting]
-            waiting.clear()
-            for _, process, _ in running:
-                process.kill()
-                process.wait()
-        for entry in [r for r in running if r[1].poll() is not None]:
-            running.remove(entry)
-            case, process, out = entry
-            if out.exists():  # what it had found before it failed, too
-                done += json.loads(out.read_text(encoding="utf-8"))
-            if process.returncode:
-                done.append({"case": case, "failed": f"exit code {process.returncode}"})
-            for c in done[printed:]:
-                print(summary(c), flush=True)
-            printed = len(done)
+    shared = (stored["per_task"], options.answers)
+    for outcome in run_cases(run_case, cases, *shared, jobs=options.jobs, seconds=options.seconds):
+        records = outcome.records
+        if outcome.failed:
+            records.append({"case": outcome.case, "failed": outcome.failed})
+        for record in records:
+            print(summary(record), flush=True)
+        done += records
     return done
 
 
@@ -244,9 +222,7 @@ def run_case(preset: str, activation: str, padded: bool, out: str, per_task: int
             mine["equals_graphs"] = answers == graphs
         graphs = answers
         cases.append(mine)
-        unfinished = Path(out).with_suffix(".part")  # a process that is stopped leaves a whole file or none
-        unfinished.write_text(json.dumps(cases), encoding="utf-8")
-        unfinished.replace(out)
+        write_records(out, cases)
 
 
 def question_hash() -> str:

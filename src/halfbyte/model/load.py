@@ -232,6 +232,11 @@ def wide_rows(model: OpenCheckpoint, choice: PlanChoice) -> list[str]:
     return [f"layer {t.layer} {t.role} ({t.row_spread} octaves)" for t in scans if t.row_spread > octaves]
 
 
+def half_rows(choice: PlanChoice, arch: Arch) -> bool:
+    """Whether a plan multiplies float16 rows with q8, so that norms and values need a size that float16 holds."""
+    return arch.is_gpu and any("q8" in choice.spec.matrices.kinds(role) for role in ("qkv", "o", "lm_head"))
+
+
 def host_experts(choice: PlanChoice, gates: Gates) -> HostExperts | None:
     """The experts that a plan keeps in host memory, with the packer of the phase that reads them."""
     if not choice.spec.host_layers:
@@ -277,7 +282,6 @@ def load_model(
         if experts != {"mxfp4"}:
             log.warning(REQUANTISED, " and ".join(sorted(experts)), arch.name)
     fp8_cache = choice.spec.kv_dtype == "fp8"
-    half_rows = arch.is_gpu and any("q8" in choice.spec.matrices.kinds(role) for role in ("qkv", "o", "lm_head"))
     host = host_experts(choice, gates)
     if model.source is None:
         weights = synthetic.make(
@@ -298,7 +302,7 @@ def load_model(
         weights = checkpoint.load(
             model.source, device=device, layer_formats=layer_formats, layouts=layouts,
             packer=next((p for p in packers if p is not None), None), progress=progress, allow_nan=allow_nan,
-            keep_cached=keep_cached, scale_heads=fp8_cache, half_rows=half_rows, host=host,
+            keep_cached=keep_cached, scale_heads=fp8_cache, half_rows=half_rows(choice, arch), host=host,
         )  # fmt: skip
     if weights.expert_error is not None:
         before = ": they were MXFP4 before" if weights.expert_error == 0 else ""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bench.padded_model import PaddedSource
-from bench.variants import SAME, Checkpoint, scale_values
+from bench.variants import SAME, Checkpoint, logit_bound, scale_values
 from halfbyte import gates
 from halfbyte.kernels.cuda.attention import prompt
 from halfbyte.kernels.cuda.batch import fused_phase
@@ -176,14 +176,5 @@ def test_the_same_function_has_the_same_tokens(tmp_path: Path, name: str, arch: 
     got = logits_of(tmp_path, arch, preset, place[torch.tensor(tokens)].tolist())
     for regime, want in plain_logits(arch, preset).items():
         mine = got[regime][:, place]
-        assert float((mine - want).norm() / want.norm()) <= bound_of(name, preset), regime
+        assert float((mine - want).norm() / want.norm()) <= logit_bound(name, preset), regime
         assert mine.argmax(-1).tolist() == want.argmax(-1).tolist(), regime
-
-
-def bound_of(name: str, preset: str) -> float:
-    """Of the logits. A power of two changes no bit, but for the decode step's residual in fixed point; another order of
-    sums changes what rounds to bf16. Where a matrix is quantised, values and keys of another size round otherwise: q8
-    has float16 scales, and which columns folding raises depends on all of qkv."""
-    if preset != "exact" and name.startswith(("values", "keys", "residual x 2^-4")):
-        return 5e-2
-    return 5e-3 if "permuted" in name else 1e-4
