@@ -1,6 +1,7 @@
-"""Two checkouts on one GPU, turn by turn: is the one as fast as the other?
+"""Two checkouts, or two models, on one GPU, turn by turn: is the one as fast as the other?
 
     python -m bench run two-trees --set before=OTHER_CHECKOUT --set rounds=5
+    python -m bench run two-trees --set before=. --set model='random:120b?weights=real' --set before-model=random:120b
 
 Each checkout runs in a process of its own, which loads the weights once and then measures when told to: bare graph
 replays and whole prompts, the same tokens in both. They take turns, so that a card that warms up slows both alike. For
@@ -43,6 +44,7 @@ def ask(process: subprocess.Popen[str], seed: int) -> dict[str, float]:
 class Options:
     before: Path = option(Path("before"), "the other checkout")
     model: str = "random:120b"
+    before_model: str = option("", "the model of the other checkout; empty: the same")
     preset: str = "fast"
     rounds: int = 5
 
@@ -52,7 +54,8 @@ def two_trees(run: Run, options: Options) -> None:
     if not (options.before / "src").is_dir():
         raise UsageError(f"{options.before} is no checkout of halfbyte; name one with --set before=FOLDER.")
     checkouts = {"before": options.before.resolve(), "after": ROOT}
-    processes = {name: start(path, options.model, options.preset) for name, path in checkouts.items()}
+    models = {"before": options.before_model or options.model, "after": options.model}
+    processes = {name: start(path, models[name], options.preset) for name, path in checkouts.items()}
     rounds: list[dict[str, dict[str, float]]] = []
     try:
         for process in processes.values():
@@ -72,4 +75,4 @@ def two_trees(run: Run, options: Options) -> None:
         ratios = [b / a for a, b in zip(after, before)]
         cell = Cell("two trees", model, options.preset, path="after / before", shape={"test": test})
         figures = (figure("before", "us", before), figure("after", "us", after), figure("speed_ratio", "ratio", ratios))
-        run.add(Result(cell, figures))
+        run.add(Result(cell, figures, detail={"models": models}))
