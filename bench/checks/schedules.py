@@ -23,6 +23,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from bench.measurement import Run, child_command, engine_sources, last_line, measurement, option
+from bench.padded_model import load_padded
 from halfbyte import gates as gates_
 from halfbyte.engine.build import runner_for, separates_steps
 from halfbyte.engine.config import EngineConfig
@@ -116,7 +117,12 @@ class ScheduleBench:
     ) -> None:  # fmt: skip
         resolved = resolve_model(name)
         self.gates, self.methods = gates, methods
-        self.model = load_model(resolved, gates, device=resolve_device(device), page_size=page_size)
+        place = resolve_device(device)
+        if place.type == "cpu":
+            self.model = load_model(resolved, gates, device=place, page_size=page_size)
+        else:  # the shape that the kernels of large models want
+            self.model = load_padded(gates, place)
+            page_size = self.model.spec.page_size
         self.tokenizer, self.vocab = tokenizer_of(resolved), self.model.config.vocab
         self._pool = PagePool(9, page_size, self.model.config.window)
         self.most_pages = 1 + self._pool.peak_pages(LONGEST, 4096) + MORE_PAGES * 64 // page_size

@@ -91,15 +91,19 @@ class FakeRunner:
         self.launches += 1
         return handle
 
-    def read_page(self, page: int) -> memoryview:
-        return memoryview(self.store[page].copy()).cast("B")
+    def launched_steps(self) -> object:
+        return None
+
+    def read_pages(self, pages: list[int], behind: object) -> tuple[list[memoryview], float]:
+        return [memoryview(self.store[page].copy()).cast("B") for page in pages], 1e-9 * len(pages)
 
     def stage_page(self, content: memoryview) -> memoryview:
         return content
 
-    def write_pages(self, pages: list[int], contents: list[memoryview]) -> None:
+    def write_pages(self, pages: list[int], contents: list[memoryview]) -> list[tuple[int, float]]:
         for page, content in zip(pages, contents, strict=True):
             self.store[page] = np.frombuffer(content, np.int64)
+        return []
 
     def close(self) -> None:
         pass

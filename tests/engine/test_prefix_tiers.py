@@ -14,7 +14,7 @@ from fake_core import GREEDY, Got, collect, drain, tokens_of
 
 from halfbyte.engine import prefix_tiers
 from halfbyte.engine.config import EngineConfig
-from halfbyte.engine.engine import EngineCore
+from halfbyte.engine.engine import EngineCore, LaunchedStep
 from halfbyte.engine.prefix_tiers import PrefixTiers
 from halfbyte.engine.request import Request, SamplingParams, Usage
 from halfbyte.kv.file_layer import FileLayer
@@ -161,7 +161,7 @@ def test_pages_of_a_preempted_sequence_are_kept_before_the_next_step(rows: float
     core = make(memory=1 << 20, pages=64)
     tiers = core.tiers
     assert tiers is not None
-    tiers._copier.put = lambda item, *, first=False: True  # type: ignore[method-assign]
+    tiers._copier.put = lambda item, *, first=False, always=False: True  # type: ignore[method-assign]
     requests = [ask(random_prompt(rng, 30, 30), f"r{i}", tokens=90) for i in range(3)]
     for request in requests:
         core.submit(request)
@@ -367,15 +367,15 @@ def test_a_copy_that_is_under_way_when_its_sequence_is_forgotten_is_not_stored(t
     core = make(tmp_path / "p", memory=memory)
     tiers = core.tiers
     assert tiers is not None
-    read_page, reads, forgotten = tiers._read_page, threading.Event(), threading.Event()
+    read_pages, reads, forgotten = tiers._read_pages, threading.Event(), threading.Event()
 
-    def slow(ref: PageRef) -> memoryview | None:
-        content = read_page(ref)
+    def slow(refs: list[PageRef], behind: object) -> list[memoryview | None]:
+        contents = read_pages(refs, behind)
         reads.set()
         assert forgotten.wait(20)
-        return content
+        return contents
 
-    tiers._read_page = slow  # type: ignore[method-assign]
+    tiers._read_pages = slow  # type: ignore[method-assign]
     core.submit(ask(prompt, "a"))
     while not core.scheduler.running or core.scheduler.running[0].tables.length < 60:
         core.step()
@@ -427,4 +427,28 @@ def test_conversations_that_exceed_the_pages(tmp_path: Path, seed: int, monkeypa
             length = len(request.prompt) + (request.sampling.max_tokens or 0)
             conversations[i] = request.prompt + oracle(request, 0, length, WINDOW)[0] + random_prompt(rng, 1, 8)
     assert core is not None
+    core.close()
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_prompts_are_timed_by_steps_that_have_run(run_ahead: bool) -> None:
+    """A GPU has not run a step without results when it is committed: its rows are timed with the next results."""
+    core = make(memory=1 << 20, run_ahead=run_ahead, max_rows_per_step=32)
+    tiers = core.tiers
+    assert tiers is not None
+    timed: list[tuple[int, float]] = []
+    tiers.computed = lambda rows, seconds: timed.append((rows, seconds))  # type: ignore[method-assign]
+    now = [0.0]
+    core._clock = lambda: now[0]
+    commit = core._commit
+
+    def slow(launched: LaunchedStep) -> None:
+        now[0] += 5.0 if launched.step.results else 0.001
+        commit(launched)
+
+    core._commit = slow  # type: ignore[method-assign]
+    core.submit(ask(random_prompt(random.Random(31), 100, 100), "a"))
+    drain(core)
+    assert sum(rows for rows, _ in timed) == 100
+    assert all(rows / seconds < 100 / 5 + 1 for rows, seconds in timed), timed
     core.close()

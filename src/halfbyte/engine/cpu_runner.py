@@ -43,17 +43,20 @@ class CpuRunner:
     def clear(self, pages: list[int]) -> None:
         self._to_clear.append((self._launches, pages))
 
-    def read_page(self, page: int) -> memoryview:
+    def launched_steps(self) -> object:
+        return None  # a page is complete when it is committed
+
+    def read_pages(self, pages: list[int], behind: object) -> tuple[list[memoryview], float]:
         assert self.memory is not None
-        return self.memory.read(page)
+        return self.memory.read(pages, behind)
 
     def stage_page(self, content: memoryview) -> memoryview:
         return content
 
-    def write_pages(self, pages: list[int], contents: list[memoryview]) -> None:
+    def write_pages(self, pages: list[int], contents: list[memoryview]) -> list[tuple[int, float]]:
         assert self.memory is not None
         self._to_clear = [(number, [p for p in cleared if p not in pages]) for number, cleared in self._to_clear]
-        self.memory.write(pages, contents)
+        return self.memory.write(pages, contents)
 
     def _clear_behind(self, number: int) -> None:
         while self._to_clear and self._to_clear[0][0] <= number:

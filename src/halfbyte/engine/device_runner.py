@@ -50,10 +50,14 @@ class DeviceRunner:
         if len(batch.samplers) > self._results.shape[0]:
             raise StepError(f"a step samples at most {self._results.shape[0]} rows, not {len(batch.samplers)}.")
         try:
-            return self._launch(batch)
+            handle = self._launch(batch)
         except Exception as e:
+            self._use_pages_longer()
             raise_if_dead(self.model.device, e)
             raise
+        if not batch.samplers:  # there is no result to wait for, so it is committed before it has run
+            self._use_pages_longer()
+        return handle
 
     def _launch(self, batch: Batch) -> PendingResult:
         with torch.inference_mode():
@@ -82,23 +86,31 @@ class DeviceRunner:
     def clear(self, pages: list[int]) -> None:
         with torch.inference_mode():
             clear_pages(self.model, pages)
+        self._use_pages_longer()
+
+    # ---- pages in host memory ------------------------------------------------------------------
+
+    def _use_pages_longer(self) -> None:
+        """Launched work may use pages that are given back before it has run."""
         if self.memory is not None:
-            self.memory.cleared()
+            self.memory.wait_for_steps()
 
-    # ---- pages in host memory; never run on a GPU so far --------------------------------------------
-
-    def read_page(self, page: int) -> memoryview:
+    def launched_steps(self) -> object:
         assert self.memory is not None
-        return self.memory.read(page)
+        return self.memory.launched_steps()
+
+    def read_pages(self, pages: list[int], behind: object) -> tuple[list[memoryview], float]:
+        assert self.memory is not None
+        return self.memory.read(pages, behind)
 
     def stage_page(self, content: memoryview) -> memoryview:
         assert self.memory is not None
         return self.memory.stage(content)
 
-    def write_pages(self, pages: list[int], contents: list[memoryview]) -> None:
+    def write_pages(self, pages: list[int], contents: list[memoryview]) -> list[tuple[int, float]]:
         assert self.memory is not None
         try:
-            self.memory.write(pages, contents)
+            return self.memory.write(pages, contents)
         except Exception as e:
             raise_if_dead(self.model.device, e)
             raise

@@ -80,7 +80,8 @@ class EngineCore:
         self.launched: LaunchedStep | None = None
         self.working = False  # this process is busy with a step; False while it waits for a GPU
         self._clock = clock
-        self._last_commit = self._last_result = -math.inf
+        self._last_commit = self._last_result = self._untimed_since = -math.inf
+        self._untimed_rows = 0  # of prompts, in steps without results
         self._deadlines: list[tuple[float, str]] = []
         self._count = Counters()
         self._outputs: list[Output] = []
@@ -196,16 +197,28 @@ class EngineCore:
                     self._emit(seq, [], None, "length")
             except Exception as e:
                 self._fail(seq, e)
-        if self.tiers is not None and not launched.step.decode_only:
-            self.tiers.computed(launched.step.rows, self._clock() - max(launched.time, self._last_result))
         if self.tiers is not None:
-            self._last_result = self._clock()
+            self._time_prompts(launched, self.tiers)
         if self.proposer is not None:
             now = self._clock()
             seconds, self._last_commit = now - max(launched.start, self._last_commit), now
             tokens = self._count.generated - generated
             record_time(self.proposer, launched.step, tokens, seconds, suspended=launched.suspended)
         self._good_step()
+
+    def _time_prompts(self, launched: LaunchedStep, tiers: PrefixTiers) -> None:
+        """Tell the tiers how fast prompts are computed. A step without results is committed before a GPU has run it:
+        its rows are timed with those of the next step that has some."""
+        step = launched.step
+        if not step.decode_only and step.regime != "batch":
+            if not self._untimed_rows:
+                self._untimed_since = max(launched.time, self._last_result)
+            self._untimed_rows += step.rows
+        if step.results or self.config.host_steps:
+            self._last_result = self._clock()
+            if self._untimed_rows:
+                tiers.computed(self._untimed_rows, self._last_result - self._untimed_since)
+            self._untimed_rows = 0
 
     def _stage(self, name: Stage, work: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
         if self.observer is None:
@@ -440,6 +453,7 @@ class EngineCore:
     def _step_failed(self, steps: list[ScheduledStep], error: BaseException) -> None:
         """Undo a failed step, and the one launched after it, which is first in `steps`; find the sequence to blame."""
         count, scheduler = self._count, self.scheduler
+        self._untimed_rows = 0
         count.failed_steps += 1
         count.failures += 1
         count.good_steps = 0

@@ -2,16 +2,25 @@
 that drafts.
 
 On a CPU both are plain copies. On a GPU pages are moved beside the steps, by two streams of their own and through
-pinned memory. A page is read behind the steps launched so far. It is written at once, since no launched step uses it,
-and the next step waits for it on the device. The code for a GPU has been type-checked and read, and has never run on
-one.
+pinned memory.
+
+Down. A page is complete behind the steps that were launched when its sequence ended, and `read` waits for those and for
+no later ones.
+
+Up. A page is written at once, since no launched step uses it, and the next step waits for it on the device. Some work
+uses pages after they were given back: a step without results, which is committed before it has run, one that failed
+halfway, one that clears pages, and those of a head that drafts. Behind such work the next `write` waits.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Bytes = NDArray[np.uint8]
+DOWN_BYTES, UP_BYTES = 16 << 20, 256 << 20  # of pinned memory: pages read at once, and pages that are staged
 
 
 class PageMemory:
@@ -32,30 +42,40 @@ class PageMemory:
         if self._device.type == "cpu":
             self._arrays = [pool.numpy() for pool in self._pools]
 
-    def read(self, page: int) -> memoryview:
-        if self._arrays:
-            return np.concatenate([array[page] for array in self._arrays]).data
-        return self._on_device().read(page)
+    def launched_steps(self) -> object:
+        """What `read` is to wait for: the work that was launched so far."""
+        return None if self._arrays else self._on_device().launched_steps()
+
+    def read(self, pages: Sequence[int], behind: object) -> tuple[list[memoryview], float]:
+        """Copies of pages, and the seconds that copying took. `behind`: an earlier answer of `launched_steps`."""
+        if not self._arrays:
+            return self._on_device().read(pages, behind)
+        start = time.perf_counter()
+        contents = [np.concatenate([array[page] for array in self._arrays]).data for page in pages]
+        return contents, time.perf_counter() - start
 
     def stage(self, content: memoryview) -> memoryview:
         """Copy the bytes to where `write` takes them from without delay."""
         assert len(content) == self.page_bytes
         return content if self._arrays else self._on_device().stage(content)
 
-    def write(self, pages: Sequence[int], contents: Sequence[memoryview]) -> None:
+    def write(self, pages: Sequence[int], contents: Sequence[memoryview]) -> list[tuple[int, float]]:
+        """Fill pages before the next step. Returns bytes and seconds of copies that are complete: on a GPU earlier
+        ones."""
         if not self._arrays:
-            self._on_device().write(pages, contents)
-            return
+            return self._on_device().write(pages, contents)
+        start = time.perf_counter()
         for page, content in zip(pages, contents, strict=True):
             assert len(content) == self.page_bytes
             data = np.frombuffer(content, np.uint8)
-            start = 0
+            begin = 0
             for array in self._arrays:
-                array[page] = data[start : start + array.shape[1]]
-                start += array.shape[1]
+                array[page] = data[begin : begin + array.shape[1]]
+                begin += array.shape[1]
+        return [(len(pages) * self.page_bytes, time.perf_counter() - start)]
 
-    def cleared(self) -> None:
-        """Launched work writes pages that no sequence holds: the next `write` goes behind it."""
+    def wait_for_steps(self) -> None:
+        """Launched work may use pages that no sequence holds any more: the next `write` goes behind it."""
         if self._copies is not None:
             self._copies.behind_steps = True
 
@@ -72,46 +92,97 @@ class DeviceCopies:
         self._pools, self._device = pools, device
         self._page_bytes = sum(pool.shape[1] for pool in pools)
         self._lock = threading.Lock()  # readers share a stream and its pinned memory
-        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pinned = self._pinned_page()
-        self._uploads: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()  # with the memory that they still read
+        # Of high priority, since torch takes those from another pool than the stream on which graphs are captured.
+        self._down = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._up = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        count = max(1, DOWN_BYTES // self._page_bytes)
+        self._read = torch.empty((count, self._page_bytes), dtype=torch.uint8, pin_memory=True)
+        self._staged = PinnedPages(max(1, UP_BYTES // self._page_bytes), self._page_bytes)
+        self._uploads: deque[Upload] = deque()
         self.behind_steps = True
 
-    def _pinned_page(self) -> Tensor:
-        return torch.empty(self._page_bytes, dtype=torch.uint8, pin_memory=True)
+    def launched_steps(self) -> Any:
+        return torch.cuda.default_stream(self._device).record_event()
 
-    def read(self, page: int) -> memoryview:
-        with torch.inference_mode(), self._lock:
-            self._down.wait_stream(torch.cuda.default_stream(self._device))
-            with torch.cuda.stream(self._down):
-                for pool, part in zip(self._pools, self._parts(self._pinned), strict=True):
-                    part.copy_(pool[page], non_blocking=True)
-            self._down.synchronize()
-            content: memoryview = self._pinned.numpy().copy().data
-            return content
+    def read(self, pages: Sequence[int], behind: Any) -> tuple[list[memoryview], float]:
+        contents: list[memoryview] = []
+        seconds, most = 0.0, self._read.shape[0]
+        for start in range(0, len(pages), most):
+            some = pages[start : start + most]
+            with torch.inference_mode(), self._lock:
+                begin, end = _timed_event(), _timed_event()
+                self._down.wait_event(behind)
+                begin.record(self._down)
+                with torch.cuda.stream(self._down):
+                    for page, target in zip(some, self._read, strict=False):
+                        for pool, part in zip(self._pools, self._parts(target), strict=True):
+                            part.copy_(pool[page], non_blocking=True)
+                end.record(self._down)
+                end.synchronize()
+                copied = time.perf_counter()
+                contents += [target.numpy().copy().data for _, target in zip(some, self._read, strict=False)]
+                seconds += begin.elapsed_time(end) / 1e3 + time.perf_counter() - copied
+        return contents, seconds
 
     def stage(self, content: memoryview) -> memoryview:
-        pinned = self._pinned_page().numpy()
-        pinned[:] = np.frombuffer(content, np.uint8)
-        return pinned.data
+        page = self._staged.take()
+        page[:] = np.frombuffer(content, np.uint8)
+        return page.data
 
-    def write(self, pages: Sequence[int], contents: Sequence[memoryview]) -> None:
-        while self._uploads and self._uploads[0][0].query():  # type: ignore[no-untyped-call]
-            self._uploads.popleft()
+    def write(self, pages: Sequence[int], contents: Sequence[memoryview]) -> list[tuple[int, float]]:
+        complete: list[tuple[int, float]] = []
+        while self._uploads and self._uploads[0].end.query():  # type: ignore[no-untyped-call]
+            upload = self._uploads.popleft()
+            size = len(upload.buffers) * self._page_bytes
+            complete.append((size, upload.begin.elapsed_time(upload.end) / 1e3))
         steps = torch.cuda.default_stream(self._device)
         buffers = [torch.from_numpy(np.frombuffer(content, np.uint8)) for content in contents]
+        begin, end = _timed_event(), _timed_event()
         with torch.inference_mode():
-            if self.behind_steps:
+            if self.behind_steps or len(self._pools) > 1:
                 self._up.wait_stream(steps)
                 self.behind_steps = False
+            begin.record(self._up)
             with torch.cuda.stream(self._up):
                 for page, buffer in zip(pages, buffers, strict=True):
                     for pool, part in zip(self._pools, self._parts(buffer), strict=True):
                         pool[page].copy_(part, non_blocking=True)
-            event = self._up.record_event()
-            steps.wait_event(event)
-        self._uploads.append((event, buffers))
+            end.record(self._up)
+            steps.wait_event(end)
+        self._uploads.append(Upload(begin, end, buffers))
+        return complete
 
     def _parts(self, page: Tensor) -> tuple[Tensor, ...]:
         return torch.split(page, [pool.shape[1] for pool in self._pools])
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Pages on their way to a GPU, with the memory that is still read."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    buffers: list[Tensor]
+
+
+class PinnedPages:
+    """Pinned memory for so many pages, allocated at once, since each allocation of such memory may stop a GPU. A page
+    is free again when nobody refers to it; any thread may take one. Pages beyond their number are allocated singly."""
+
+    def __init__(self, count: int, page_bytes: int) -> None:
+        self._pages = torch.empty((count, page_bytes), dtype=torch.uint8, pin_memory=True).numpy()
+        self._free = deque(range(count))
+
+    def take(self) -> Bytes:
+        try:
+            number = self._free.popleft()
+        except IndexError:
+            alone: Bytes = torch.empty(self._pages.shape[1], dtype=torch.uint8, pin_memory=True).numpy()
+            return alone
+        page: Bytes = self._pages[number]
+        weakref.finalize(page, self._free.append, number).atexit = False
+        return page
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("halfbyte")
 T = TypeVar("T")
 
+PORTION_BYTES = 16 << 20  # copied to host memory at once
 MOVE_BYTES = 64 << 20  # the most that is moved in one step, while other sequences run
 MOVE_PART = 0.25  # of the time that a step may spend on prompts beside decoding, for moving pages instead
 AHEAD_BYTES = 256 << 20  # read and not yet in pages, half of it for sequences that cannot be admitted yet
@@ -92,6 +93,7 @@ class EndedPages:
 
     refs: list[PageRef]
     end: End
+    behind: object  # the steps that were launched when it ended
 
 
 @dataclass(eq=False)
@@ -150,17 +152,18 @@ class PrefixTiers:
     # ---- down ---------------------------------------------------------------------------------
 
     def _save(self, refs: list[PageRef], end: End) -> None:
-        if end == "preempted" and self._memory is not None and refs:
+        if not refs:
+            return
+        behind = self._runner.launched_steps()
+        if end == "preempted" and self._memory is not None:
             refs = refs[::-1]  # in the order in which they are handed out
             if not self._worth_keeping(refs):
                 return
-            budget = self._bytes_per_step(self.speeds.down)
-            for ref in refs:
-                if budget <= 0:
-                    break
-                budget -= self.page_bytes * self._copy_page(ref)
+            budget = max(1, self._bytes_per_step(self.speeds.down) // self.page_bytes)
+            first = [ref for ref in refs if self._in_memory(_key(ref.kind, ref.hash)) is None][:budget]
+            self._copy_pages(first, behind)
         target = self._writer if self._memory is None else self._copier
-        if refs and not target.put(EndedPages(refs, end), first=end == "preempted"):
+        if not target.put(EndedPages(refs, end, behind), first=end == "preempted"):
             self._skipped += len(refs)
 
     def _worth_keeping(self, refs: list[PageRef]) -> bool:
@@ -173,24 +176,25 @@ class PrefixTiers:
 
     def _copy(self, ended: EndedPages) -> None:
         """Copy pages to host memory."""
-        for ref in ended.refs:
-            self._copy_page(ref)
+        absent = [ref for ref in ended.refs if self._in_memory(_key(ref.kind, ref.hash)) is None]
+        for some in self._portions(absent):
+            self._copy_pages(some, ended.behind)
         if self.store is not None and not self._writer.put(ended):
             self._skipped += len(ended.refs)
 
-    def _copy_page(self, ref: PageRef) -> bool:
-        """Copy one page to host memory; False if it is there or cannot be read any more."""
+    def _copy_pages(self, refs: list[PageRef], behind: object) -> None:
+        """Copy these pages to host memory, but those that cannot be read any more."""
         assert self._memory is not None
-        key = _key(ref.kind, ref.hash)
-        if self._in_memory(key) is not None:
-            return False
-        content = self._read_page(ref)
-        if content is None:
-            return False
-        with self._mutex:
-            if key not in self._broken:
-                self._memory.put(key, content, len(content))
-        return True
+        for ref, content in zip(refs, self._read_pages(refs, behind), strict=True):
+            key = _key(ref.kind, ref.hash)
+            with self._mutex:
+                if content is not None and key not in self._broken:
+                    self._memory.put(key, content, len(content))
+
+    def _portions(self, refs: list[PageRef]) -> Iterator[list[PageRef]]:
+        """What is read at once: a page may be handed out while others are."""
+        most = max(1, PORTION_BYTES // self.page_bytes)
+        return (refs[start : start + most] for start in range(0, len(refs), most))
 
     def _write(self, pages: EndedPages | list[bytes]) -> None:
         """Write pages to the disk, or remove those with these keys."""
@@ -200,20 +204,20 @@ class PrefixTiers:
         if isinstance(pages, list):
             store.remove(pages)
             return
-        present: list[bytes] = []
-        left = len(pages.refs)
-        for ref in pages.refs:
-            left -= 1
-            key = _key(ref.kind, ref.hash)
-            if key in store or key in self._broken:
-                present.append(key)
-                continue
-            content = self._in_memory(key)
-            if content is None:
-                content = self._read_page(ref)
-            if content is not None and not store.write(key, content):
-                self._skipped += 1 + left if store.writes else 0  # the disk is full or broken
-                return
+        present = [key for ref in pages.refs if (key := _key(ref.kind, ref.hash)) in store or key in self._broken]
+        known = set(present)
+        absent = [ref for ref in pages.refs if _key(ref.kind, ref.hash) not in known]
+        left = len(absent)
+        for some in self._portions(absent):
+            contents = [self._in_memory(_key(ref.kind, ref.hash)) for ref in some]
+            unread = [ref for ref, content in zip(some, contents, strict=True) if content is None]
+            read = iter(self._read_pages(unread, pages.behind))
+            for ref, held in zip(some, contents, strict=True):
+                left -= 1
+                content = next(read) if held is None else held
+                if content is not None and not store.write(_key(ref.kind, ref.hash), content):
+                    self._skipped += 1 + left if store.writes else 0  # the disk is full or broken
+                    return
         if pages.end == "prompt":  # another prompt begins with these; an end of the same sequence is no further use
             store.use(present)
         # Syncing takes milliseconds, or seconds where the disk is busy: not after every prompt.
@@ -222,15 +226,23 @@ class PrefixTiers:
         if now >= self._next_sync:
             self._next_sync = now + SYNC_SECONDS
 
-    def _read_page(self, ref: PageRef) -> memoryview | None:
-        if self._pages.unchanged(ref):
-            start = time.perf_counter()
-            content = self._runner.read_page(ref.page)
-            if self._pages.unchanged(ref):
-                self.speeds.learn("down", len(content) / max(1e-9, time.perf_counter() - start), PAGE_WEIGHT)
-                return content
-        self._skipped += 1
-        return None
+    def _read_pages(self, refs: list[PageRef], behind: object) -> list[memoryview | None]:
+        """Copies of these pages; None for one that was handed out first."""
+        numbers = [ref.page for ref in refs if self._pages.unchanged(ref)]
+        if not numbers:
+            self._skipped += len(refs)
+            return [None] * len(refs)
+        read, seconds = self._runner.read_pages(numbers, behind)
+        self.speeds.learn("down", len(numbers) * self.page_bytes / max(1e-9, seconds), self._weight(len(numbers)))
+        by_number = dict(zip(numbers, read, strict=True))
+        contents = [by_number.get(ref.page) if self._pages.unchanged(ref) else None for ref in refs]
+        self._skipped += contents.count(None)
+        return contents
+
+    @staticmethod
+    def _weight(pages: int) -> float:
+        """Of a measurement of so many pages."""
+        return 1 - (1 - PAGE_WEIGHT) ** pages
 
     def _idle(self) -> None:
         if self.store is not None and not self.store.writes:
@@ -250,7 +262,7 @@ class PrefixTiers:
                     self._end(restore)
                     restore.attempts = ATTEMPTS
         if self.store is not None:
-            self._writer.put(keys)
+            self._writer.put(keys, always=True)
 
     # ---- up -----------------------------------------------------------------------------------
 
@@ -458,10 +470,8 @@ class PrefixTiers:
                 self._end(restore)
             self._changed.notify_all()
         if pages:
-            start = time.perf_counter()
-            self._runner.write_pages(pages, contents)
-            seconds = time.perf_counter() - start
-            self.speeds.learn("up", len(pages) * self.page_bytes / max(1e-9, seconds), PAGE_WEIGHT)
+            for size, seconds in self._runner.write_pages(pages, contents):
+                self.speeds.learn("up", size / max(1e-9, seconds), self._weight(size // self.page_bytes))
         return len(pages) * self.page_bytes
 
     # ---- measurements -------------------------------------------------------------------------
@@ -469,13 +479,17 @@ class PrefixTiers:
     def _measure(self) -> None:
         """Measure how fast a page is copied both ways, and how fast the disk is where it holds something."""
         runner, size = self._runner, self.page_bytes
-        content = runner.read_page(SCRATCH)
+
+        def read() -> memoryview:
+            return runner.read_pages([SCRATCH], runner.launched_steps())[0][0]  # waits until it was written
+
+        content = read()
 
         def there_and_back() -> None:
             runner.write_pages([SCRATCH], [runner.stage_page(content)])
-            runner.read_page(SCRATCH)  # waits until it was written
+            read()
 
-        down = self._seconds(lambda: runner.read_page(SCRATCH))
+        down = self._seconds(read)
         both = self._seconds(there_and_back)
         self.speeds.down, self.speeds.up = size / down, size / max(both - down, both / 10)
         if self.store is not None and len(self.store):
@@ -545,10 +559,10 @@ class _Worker(Generic[T]):
         self._thread: threading.Thread | None = None
         self._busy = self._closing = False
 
-    def put(self, item: T, *, first: bool = False) -> bool:
-        """False if too many wait already."""
+    def put(self, item: T, *, first: bool = False, always: bool = False) -> bool:
+        """False if too many wait already, which does not matter with `always`."""
         with self._changed:
-            if len(self._items) >= self._most or self._closing:
+            if (len(self._items) >= self._most and not always) or self._closing:
                 return False
             (self._items.appendleft if first else self._items.append)(item)
             self._changed.notify_all()

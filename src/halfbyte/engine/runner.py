@@ -60,18 +60,23 @@ class KeepsValues(Protocol):
 class MovesPages(Protocol):
     """A runner whose KV pages can be copied to host memory and back."""
 
-    def read_page(self, page: int) -> memoryview:
-        """A copy of what a page holds, in host memory; may be called in any thread. The page may be handed out while
-        it is read, so the caller checks afterwards whether it was."""
+    def launched_steps(self) -> object:
+        """What `read_pages` is to wait for: the steps that were launched so far. Called in the thread of the steps."""
+        ...
+
+    def read_pages(self, pages: list[int], behind: object) -> tuple[list[memoryview], float]:
+        """Copies of what pages hold, in host memory, and the seconds that copying took, without the wait for `behind`;
+        may be called in any thread. A page may be handed out while it is read, so the caller checks afterwards whether
+        it was."""
         ...
 
     def stage_page(self, content: memoryview) -> memoryview:
         """Copy the bytes to where `write_pages` takes them from without delay, if they are not there; in any thread."""
         ...
 
-    def write_pages(self, pages: list[int], contents: list[memoryview]) -> None:
-        """Fill pages that no launched step uses with staged contents, before the next step; called in the thread of the
-        steps."""
+    def write_pages(self, pages: list[int], contents: list[memoryview]) -> list[tuple[int, float]]:
+        """Fill pages that no sequence holds with staged contents, before the next step; called in the thread of the
+        steps. Returns bytes and seconds of copies that are complete, which may be earlier ones."""
         ...
 
 
