@@ -30,6 +30,7 @@ MODULES = (
     "bench.engine.speculation",
     "bench.engine.user_path",
     "bench.engine.prefixes",
+    "bench.engine.experts_in_host",
     "bench.kernels.batch",
     "bench.kernels.batch_steps",
     "bench.kernels.prefill_products",

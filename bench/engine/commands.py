@@ -50,9 +50,6 @@ command(
         Row("over HTTP, of the engine's own: pp2048 @ 2k, 1 / 8 streams", "served prompt", "ratio", **RATIO),
     ),
 )  # fmt: skip
-HOST = "halfbyte bench random:120b --preset balanced --gpu-memory 24GiB --threads 16 --tg 32 --repeats 3"
-command("host-experts", f"{HOST} --experts-in-host 26 --pp 512,2048,8192", needs=GPU, seconds=420)
-command("host-experts-all", f"{HOST} --experts-in-host all --pp 512,2048,8192", needs=GPU, seconds=420)
 command("graph", f"{BENCH} --graph --pp 2048 --tg 128 --depth 128,2048 --concurrency 1,8,32,64 --no-check", needs=GPU,
         seconds=150)  # fmt: skip
 command("sustained", f"{BENCH} --pp '' --tg '' --depth 128 --concurrency 1,8,32,64 --sustain 3 --no-check", needs=GPU,

@@ -237,17 +237,21 @@ def _in_host_memory(source: Source, layer: int | None, role: str, reading: Readi
     finally:
         if reading is not None and device is not None:
             reading.device = device
-    return _in_layout(matrix.to("cpu"), role, HOST_LAYOUT)
+    return _for_host(matrix, role)
+
+
+def _for_host(m: Matrix, role: str) -> WeightTensor:
+    """Laid out where it is, which a GPU does sooner, then moved."""
+    if isinstance(m, MXTensor):
+        return formats.convert(m, HOST_LAYOUT).to("cpu")
+    return _in_layout(m.to("cpu"), role, HOST_LAYOUT)
 
 
 def place_experts(weights: Weights, layers: int) -> Weights:
     """A copy of weights with the experts of the first layers in host memory; everything else is shared."""
 
-    def on_host(m: WeightTensor, role: str) -> WeightTensor:
-        return _in_layout(_plain(m).to("cpu"), role, HOST_LAYOUT)
-
     moved = [
-        replace(layer, gate_up=on_host(layer.gate_up, "gate_up"), down=on_host(layer.down, "down"))
+        replace(layer, gate_up=_for_host(_plain(layer.gate_up), "gate_up"), down=_for_host(_plain(layer.down), "down"))
         for layer in weights.layers[:layers]
     ]
     return replace(weights, layers=[*moved, *weights.layers[layers:]])

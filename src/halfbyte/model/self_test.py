@@ -94,8 +94,8 @@ def is_due(choice: PlanChoice, device: torch.device, way: str) -> bool:
 
 def _is_measured(choice: PlanChoice, gpu: str) -> bool:
     """Whether this plan's kernels have been compared on such a GPU: its own, not those of an older architecture that
-    HALFBYTE_GPU_INSTRUCTIONS restricts it to."""
-    return gpu in MEASURED and ARCHES[choice.selection.arch].has_run
+    HALFBYTE_GPU_INSTRUCTIONS restricts it to; and not with experts in host memory, which have run on none."""
+    return gpu in MEASURED and ARCHES[choice.selection.arch].has_run and not choice.spec.host_layers
 
 
 def refusal(arch: Arch, report: Report) -> str:
@@ -237,6 +237,7 @@ def ask(probe: Probe, config: ModelConfig, choice: PlanChoice, gates: Gates, reg
         if problem is not None:
             names = ", ".join(choice.selection.chosen[regime])
             problems[regime] = f"{regime} ({names}), step of {len(rows)}: {problem}"
+    model.plan.bound.clear()  # launches refer to their model: without them its memory is free for the next probe
     return list(problems.values())
 
 

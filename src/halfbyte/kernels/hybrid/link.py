@@ -3,12 +3,17 @@
 Everything is put on torch's current stream and waits for nothing, so that a step can be captured in a CUDA graph; only
 `fetch` uses a stream of its own. The address of a call belongs to a native function with CUDA's signature for host
 functions: no interpreter takes part.
+
+Pages are locked as long as a link lives that asked for it: memory that was freed with its pages locked would be taken
+for locked when somebody else gets its address, and the copy engine would read the pages of before.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,6 +24,7 @@ from halfbyte.errors import EngineError
 from halfbyte.kernels.launch import _driver, _ok
 
 SLOTS = 2  # buffers that `fetch` fills in turn
+OWN_PAGES = 64 << 20  # bytes from which the C library gives memory pages of its own, which can be locked alone
 
 
 class Link(Protocol):
@@ -26,7 +32,8 @@ class Link(Protocol):
         """float32 [count] in host memory that the GPU copies from and to by itself."""
 
     def lock(self, memory: Tensor) -> None:
-        """Lock the pages of host memory that exists, for as long as the process lives."""
+        """Lock the pages of host memory that exists, for as long as this link lives, which keeps the memory alive.
+        Memory that shares pages with other is left as it is; the driver copies from there through a buffer."""
 
     def copy(self, target: Tensor, source: Tensor, count: int) -> None:
         """Copy the first `count` words of 4 bytes, when the stream comes to it."""
@@ -54,16 +61,26 @@ class CudaLink:
         self._device, self._driver_api = device, _driver()
         self._library = ctypes.CDLL("libcuda.so.1")
         self._library.cuLaunchHostFunc.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-        self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Of high priority: those are never the stream on which a graph is captured (see `engine/graphs.py`).
+        self._side: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._ready: list[Any] = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
         self._free: list[Any] = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
+        self._locked: list[Tensor] = []
+        weakref.finalize(self, _unlock_all, self._driver_api, self._locked).atexit = False  # the driver does it there
 
     def page_locked(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.float32, pin_memory=True)
 
     def lock(self, memory: Tensor) -> None:
-        flags = self._driver_api.CU_MEMHOSTREGISTER_PORTABLE
-        _ok(self._driver_api.cuMemHostRegister(memory.data_ptr(), memory.nbytes, flags), "lock the experts' memory")
+        if memory.nbytes < OWN_PAGES:
+            return
+        api, address = self._driver_api, memory.data_ptr()
+        with _locks:
+            if not _holders.get(address):
+                flags = api.CU_MEMHOSTREGISTER_PORTABLE
+                _ok(api.cuMemHostRegister(address, memory.nbytes, flags), "lock the experts' memory")
+            _holders[address] = _holders.get(address, 0) + 1
+        self._locked.append(memory)
 
     def copy(self, target: Tensor, source: Tensor, count: int) -> None:
         api = self._driver_api
@@ -97,6 +114,21 @@ class CudaLink:
 
     def _current(self) -> Any:
         return torch.cuda.current_stream(self._device)
+
+
+_locks = threading.Lock()
+_holders: dict[int, int] = {}  # address of locked memory -> the number of locks on it
+
+
+def _unlock_all(api: Any, locked: list[Tensor]) -> None:
+    with _locks:
+        for memory in locked:
+            address = memory.data_ptr()
+            _holders[address] -= 1
+            if not _holders[address]:
+                del _holders[address]
+                api.cuMemHostUnregister(address)
+    locked.clear()
 
 
 def link_of(device: torch.device) -> Link:
