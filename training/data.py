@@ -1,4 +1,4 @@
-"""Conversations to packed rows: groups of problems become documents with one beginning and several branches.
+"""Conversations to packed rows: groups of problems become documents with one trunk and branches that leave it.
 
 A shard is a pure function of (seed, name, index), so a run can be repeated and worker processes need no coordination.
 """
@@ -6,14 +6,18 @@ A shard is a pure function of (seed, name, index), so a run can be repeated and 
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import numpy.typing as npt
+import second_edition
 import torch
 from network import Packed
 
@@ -23,6 +27,7 @@ from halfbyte.harmony.render import render_prompt, render_training_example
 from halfbyte.model.tokenizer import Tokenizer
 
 Array = npt.NDArray[np.int16]
+AHEAD = 3  # shards that a worker may be ahead of training
 PADDING = 30_000  # the document of unused tokens: after every other
 FIELDS = ("token", "target", "weight", "position", "document", "branch")
 
@@ -40,6 +45,7 @@ class Recipe:
     short: Mapping[str, float] | None = None
     sentences: tuple[int, int] = (20, 120)
     who: float = 0.3
+    conversations: float = 0.0  # share of documents that are conversations of the second edition
 
 
 class CachedVocabulary:
@@ -64,33 +70,37 @@ class CachedVocabulary:
 
 @dataclass
 class Document:
-    beginning: list[int]
-    branches: list[tuple[list[int], int]]  # tokens after the beginning, and how many of them are still prompt
+    trunk: list[int]
+    branches: list[tuple[int, list[int], int]]  # where it leaves the trunk, its tokens, how many of these are prompt
 
     def __len__(self) -> int:
-        return len(self.beginning) + sum(len(tokens) for tokens, _ in self.branches)
+        return len(self.trunk) + sum(len(tokens) for _, tokens, _ in self.branches)
 
 
 def document(vocabulary: CachedVocabulary, problems: list[Problem], limit: int) -> Document:
-    """Share the longest common beginning; drop branches that would pass `limit` tokens."""
+    """The longest prompt is the trunk; every problem leaves it where it differs. No branch passes `limit` tokens.
+
+    So each turn of a conversation, and several questions about one text, compute what they share once.
+    """
     whole = []
     for p in problems:
         ids, _ = render_training_example(vocabulary, p.worked())
         whole.append((ids, len(render_prompt(vocabulary, p.prompt()))))
-    shared = min(prompt for _, prompt in whole) - 1
-    first = whole[0][0]
-    for ids, _ in whole[1:]:
-        same = next((i for i in range(shared) if ids[i] != first[i]), shared)
-        shared = min(shared, same)
-    branches = [(ids[shared:], prompt - shared) for ids, prompt in whole]
-    size = shared
+    longest, prompt = max(whole, key=lambda example: example[1])
+    trunk = longest[: prompt - 1]
+    branches = []
+    for ids, prompt in whole:
+        most = min(prompt - 1, len(trunk))
+        shared = next((i for i in range(most) if ids[i] != trunk[i]), most)
+        branches.append((shared, ids[shared:], prompt - shared))
+    size = len(trunk)
     fitting = []
-    for tokens, prompt in branches:
-        size += len(tokens)
+    for branch in sorted(branches, key=lambda branch: branch[0]):
+        size += len(branch[1])
         if size > limit:
             break
-        fitting.append((tokens, prompt))
-    return Document(first[:shared], fitting)
+        fitting.append(branch)
+    return Document(trunk, fitting)
 
 
 def shard(recipe: Recipe, index: int) -> dict[str, Array]:
@@ -105,7 +115,10 @@ def shard(recipe: Recipe, index: int) -> dict[str, Array]:
     documents = [0] * recipe.rows
     first = 0
     while first < recipe.rows:
-        problems = group(rng, recipe.mixture, sentences=recipe.sentences, who=recipe.who, **extra)
+        if rng.random() < recipe.conversations:
+            problems = second_edition.group(rng, recipe.seed, rng.getrandbits(48))
+        else:
+            problems = group(rng, recipe.mixture, sentences=recipe.sentences, who=recipe.who, **extra)
         doc = document(vocabulary, problems, recipe.length)
         if not doc.branches:
             continue
@@ -121,23 +134,32 @@ def shard(recipe: Recipe, index: int) -> dict[str, Array]:
 
 
 def _place(out: dict[str, Array], row: int, at: int, number: int, doc: Document) -> None:
-    begin = len(doc.beginning)
     view = {f: out[f][row] for f in FIELDS}
     view["document"][at : at + len(doc)] = number
-    view["token"][at : at + begin] = doc.beginning
-    view["target"][at : at + begin - 1] = doc.beginning[1:]
-    view["weight"][at : at + begin - 1] = 1
-    view["position"][at : at + begin] = np.arange(begin)
-    at += begin
-    for branch, (tokens, prompt) in enumerate(doc.branches, 1):
+    done = 0
+    following = [*doc.trunk[1:], 0]
+
+    def along(stop: int) -> None:
+        """The trunk up to `stop`; what follows it there stands behind the branches."""
+        nonlocal at, done
+        n = stop - done
+        view["token"][at : at + n] = doc.trunk[done:stop]
+        view["target"][at : at + n] = following[done:stop]
+        view["weight"][at : at + n] = [int(i + 1 < len(doc.trunk)) for i in range(done, stop)]
+        view["position"][at : at + n] = np.arange(done, stop)
+        at, done = at + n, stop
+
+    for branch, (leaves, tokens, prompt) in enumerate(doc.branches, 1):
+        along(leaves)
         n = len(tokens)
         view["token"][at : at + n] = tokens
         view["target"][at : at + n - 1] = tokens[1:]
         view["weight"][at : at + prompt - 1] = 1
         view["weight"][at + prompt - 1 : at + n - 1] = 2
-        view["position"][at : at + n] = np.arange(begin, begin + n)
+        view["position"][at : at + n] = np.arange(leaves, leaves + n)
         view["branch"][at : at + n] = branch
         at += n
+    along(len(doc.trunk))
 
 
 @functools.cache
@@ -154,7 +176,15 @@ def batches(parts: list[tuple[Recipe, int]], rows: int, workers: int, device: st
     jobs = [(recipe, i) for recipe, count in parts for i in range(-(-count * rows // recipe.rows))]
     remaining = [count * rows for _, count in parts]
     with multiprocessing.get_context("spawn").Pool(max(1, workers)) as pool:
-        for recipe, arrays in zip((recipe for recipe, _ in jobs), pool.imap(_shard, jobs), strict=True):
+        waiting: deque[tuple[Recipe, AsyncResult[dict[str, Array]]]] = deque()
+        following = iter(jobs)
+        while True:
+            for job in itertools.islice(following, AHEAD * max(1, workers) - len(waiting)):
+                waiting.append((job[0], pool.apply_async(_shard, (job,))))
+            if not waiting:
+                return
+            recipe, made = waiting.popleft()
+            arrays = made.get()
             part = next(i for i, (r, _) in enumerate(parts) if r is recipe)
             tensors = {f: torch.from_numpy(arrays[f]) for f in FIELDS}
             if device != "cpu":

@@ -18,10 +18,12 @@ from typing import Any
 import checkpoint
 import torch
 from network import Ablation, GptOss
+from phrasings import Split
+from second_edition import held_out_problems
 
 from halfbyte.evals.problem import Frame
 from halfbyte.evals.reading import needle
-from halfbyte.evals.suite import MAX_TOKENS, Suite
+from halfbyte.evals.suite import MAX_TOKENS, Suite, SuiteReport, read_reply
 from halfbyte.evals.tasks import TASKS
 from halfbyte.model.tokenizer import Tokenizer
 
@@ -36,8 +38,10 @@ NEEDLE = (60, 70)  # sentences of a haystack when teacher-forced: 600 tokens, pa
 BUDGET = 400_000  # tokens of prompt in one batch
 
 
-def run(model: GptOss, tok: Tokenizer, suite: Suite, ablation: Ablation, max_tokens: int = MAX_TOKENS) -> Any:
-    """The suite's report, prompts of all tasks decoded together in order of length."""
+def completions(
+    model: GptOss, tok: Tokenizer, suite: Suite, ablation: Ablation, max_tokens: int = MAX_TOKENS
+) -> dict[tuple[int, ...], list[int]]:
+    """Prompt -> completion, prompts of all tasks decoded together in order of length."""
     prompts = sorted((item.prompt for item in suite.items(tok)), key=len)
     answers: dict[tuple[int, ...], list[int]] = {}
     while prompts:
@@ -45,7 +49,53 @@ def run(model: GptOss, tok: Tokenizer, suite: Suite, ablation: Ablation, max_tok
         part, prompts = prompts[: min(rows, 600)], prompts[min(rows, 600) :]
         for p, c in zip(part, model.generate(part, max_tokens, quantized=False, ablation=ablation), strict=True):
             answers[tuple(p)] = c
+    return answers
+
+
+def run(model: GptOss, tok: Tokenizer, suite: Suite, ablation: Ablation, max_tokens: int = MAX_TOKENS) -> SuiteReport:
+    answers = completions(model, tok, suite, ablation, max_tokens)
     return suite.run(tok, lambda asked, _: [answers[tuple(p)] for p in asked])
+
+
+def strange_calls(tok: Tokenizer, suite: Suite, answers: dict[tuple[int, ...], list[int]]) -> int:
+    """How many completions call a function that was not offered to them."""
+    count = 0
+    for item in suite.items(tok):
+        called = read_reply(tok, answers[tuple(item.prompt)]).call
+        count += called is not None and called[0] not in {tool.name for tool in item.problem.frame.tools}
+    return count
+
+
+def judge_second(
+    model: GptOss, tokenizer: Path, conversations: int, per_task: int, *, seed: int, micro: bool = False
+) -> dict[str, Any]:
+    """The second edition's problems with names that training never has, phrasings seen or not; the hundred natural
+    questions; the first edition's tasks. Rounds the model's experts to MXFP4 in place."""
+    tok = Tokenizer.from_file(tokenizer)
+    model.round_experts()
+    suites = {"natural": Suite("natural")}
+    wordings: tuple[Split, ...] = ("train", "held-out")
+    for wording in wordings:
+        suite = Suite("quick", seed, 1, ["chat"])
+        suite.name = f"conversations, {'seen' if wording == 'train' else 'new'} phrasings, new names"
+        suite.problems = {}
+        for p in held_out_problems(wording, seed, conversations):
+            suite.problems.setdefault(p.task, []).append(p)
+        suites[suite.name] = suite
+    if per_task:
+        suites["first edition's tasks"] = Suite("quick" if micro else "tiny", seed, per_task)
+    out: dict[str, Any] = {}
+    for name, suite in suites.items():
+        began = time.time()
+        answers = completions(model, tok, suite, Ablation(), 4 if micro else MAX_TOKENS)
+        report = suite.run(tok, lambda asked, _, known=answers: [known[tuple(p)] for p in asked])
+        print(f"== {name} ({time.time() - began:.0f} s)\n{report.table()}", flush=True)
+        shown = report.to_json()
+        shown["strange_calls"] = strange_calls(tok, suite, answers)
+        print(f"calls of functions that were not offered: {shown['strange_calls']}", flush=True)
+        shown["wrong"] = shown["wrong"][:400]
+        out[name] = shown
+    return out
 
 
 def judge(

@@ -40,8 +40,8 @@ Mask = BlockMask | Tensor  # a Tensor is the dense mask [B, 1, S, S]
 class Packed:
     """Rows of packed conversations, all [rows, length].
 
-    A document is a beginning (branch 0) and branches that each continue it; `position` counts along the branch's own
-    path. A token sees the beginning and its own branch, nothing else.
+    A document is a trunk (branch 0) and branches that leave it, each stored where it leaves; `position` counts along
+    the branch's own path. A token sees the trunk as far as it is stored before it and its own branch, nothing else.
     """
 
     token: Tensor
@@ -351,7 +351,7 @@ def block_masks(batch: Packed, window: int, block: int = 128) -> tuple[BlockMask
     Which blocks are looked at is decided generously, what is seen inside one exactly. Documents must be numbered
     upwards along a row. Both masks run the same code, so that one compilation serves both.
     """
-    document, branch, position = batch.document, batch.branch, batch.position
+    document, branch, position = batch.document.int(), batch.branch.int(), batch.position.int()
     B, S = document.shape
     cut = (B, S // block, block)
     d, p = document.view(cut), position.view(cut)
@@ -363,7 +363,7 @@ def block_masks(batch: Packed, window: int, block: int = 128) -> tuple[BlockMask
     whole = single & shared[:, None, :] & lower.tril(-1)
 
     def build(reach: int) -> BlockMask:
-        wide = torch.tensor(reach, device=document.device)
+        wide = torch.tensor(reach, dtype=torch.int32, device=document.device)
 
         def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             same = document[b, q] == document[b, k]

@@ -1,6 +1,6 @@
 """How the second edition's questions are worded: twenty phrasings for each task, the last ten of them held out.
 
-A test holds that training data contains none of the held-out ones. Fields in braces are filled by `second_edition.py`.
+`MORE` widens what training shows. A test holds that training data contains none of the held-out ones. Fields in braces are filled by `second_edition.py`.
 """
 
 # ruff: noqa: E501  (a table of sentences reads best with one per line)
@@ -69,8 +69,52 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         "How does a clock work?", "recommend me a film", "What do whales eat?", "Who invented the telephone?", "Is coffee healthy?", "What is the tallest building in the world?", "Write an email to my boss.", "How do I fix a flat tyre?", "What is the news today?", "Explain inflation to me.",
     ),
 }  # fmt: skip
+# Training shows these too: the more ways it has seen, the less it hangs on any of them.
+MORE: dict[str, tuple[str, ...]] = {
+    "add": (
+        "{a} and {b} is what?", "Sum of {a} and {b}", "how much do I get for {a} + {b}", "{a} + {b} =", "{a} + {b} = ?", "Can you add {a} to {b}?", "Could you tell me the sum {a} + {b}?", "Count {a} and {b} together.", "Put {b} on top of {a}.", "I have {a} and get {b} more. What do I have now?", "What comes out of {a} plus {b}?", "Let me know what {a} + {b} is.", "What is the result of {a} + {b}?", "what's {a} plus {b}?", "Solve {a} + {b}.", "plus: {a} and {b}", "What does {a} + {b} make?", "Work out {b} plus {a}.", "Add these numbers: {a}, {b}", "Do you know what {a} and {b} add up to?", "{a} is raised by {b}. What is it now?", "Evaluate {a}+{b}", "Total of {a} and {b}?", "How many are {a} and {b} altogether?", "We need {a} plus {b}.",
+    ),
+    "subtract": (
+        "{a} less {b} is what?", "Difference of {a} and {b}", "how much is left of {a} after {b} are gone", "{a} - {b} =", "{a} - {b} = ?", "Can you subtract {b} from {a}?", "Could you tell me {a} minus {b}?", "Take {b} off {a}.", "Remove {b} from {a}.", "I have {a} and give {b} away. What do I keep?", "What comes out of {a} minus {b}?", "Let me know what {a} - {b} is.", "What is the result of {a} - {b}?", "what's {a} minus {b}?", "Solve {a} - {b}.", "minus: {a} and {b}", "What does {a} - {b} make?", "Work out {a} minus {b}.", "How far is it from {b} to {a}?", "How much bigger is {a} than {b}?", "{a} is lowered by {b}. What is it now?", "Evaluate {a}-{b}", "There were {a}, then {b} left. How many stayed?", "How many remain if {b} of {a} go?", "We need {a} minus {b}.", "{a} reduced by {b}?", "From {a} deduct {b}.",
+    ),
+    "multiply": (
+        "{a} by {b} is what?", "Product of {a} and {b}", "how much do I get for {a} * {b}", "{a} * {b} =", "{a} x {b} = ?", "Can you multiply {a} with {b}?", "Could you tell me {a} times {b}?", "Take {a} {b} times.", "{b} times {a}, what is that?", "I have {b} boxes with {a} in each. How many is that?", "What comes out of {a} times {b}?", "Let me know what {a} * {b} is.", "What is the result of {a} * {b}?", "what's {a} times {b}?", "Solve {a} x {b}.", "times: {a} and {b}", "What does {a} * {b} make?", "Work out {a} times {b}.", "{a} multiplied by {b}?", "Multiply: {a}, {b}", "Each costs {a}. What do {b} cost?", "Evaluate {a} x {b}", "Each of {b} people pays {a}. How much is it altogether?", "How many are {b} times {a}?", "We need {a} times {b}.",
+    ),
+    "sort": (
+        "Sort from the smallest: {l}", "Numbers: {l}. Sort them.", "{l}: sort these numbers", "Can you sort {l}?", "Could you put {l} in ascending order?", "In which order come {l} if the smallest is first?", "Make a sorted list of {l}.", "Please arrange {l} by size, smallest first.", "Give me {l} in ascending order.", "What is {l} in order?", "Order {l} by size.", "I have {l}. Sort these upwards.", "sort low to high: {l}", "List {l} from small to large.", "Numbers in order please: {l}",
+    ),
+    "reverse": (
+        "Backwards: {l}", "{l}: reverse this list", "Can you reverse {l}?", "Could you give me {l} backwards?", "What is the reverse of {l}?", "Please list {l} from the end to the start.", "Give {l} in reverse.", "Make the last the first: {l}", "I have {l}. Reverse it.", "Words: {l}. Say them in reverse order.", "Go backwards through {l}.", "Write these the other way around: {l}", "the reverse order of {l} please", "Turn around the order: {l}",
+    ),
+    "largest": (
+        "{l}: which is the largest?", "Can you find the largest of {l}?", "Could you tell me which of {l} is the largest?", "What is the biggest number in {l}?", "Which number is highest here: {l}?", "Largest number: {l}", "Numbers: {l}. Name the biggest.", "I have {l}. Which is the largest?", "the maximum of {l} please", "Look at {l}. What is the biggest one?", "Say the largest number of {l}.", "Max of {l}?", "Give me the biggest of {l}.",
+    ),
+    "count": (
+        "{l}: count them", "Can you count {l}?", "Could you tell me how many items this has: {l}?", "How many are these: {l}?", "What is the size of this list: {l}?", "Number of things in {l}?", "I bought {l}. How many things did I buy?", "Here is my list: {l}. How many items does it have?", "the number of words in {l} please", "How many elements are in {l}?", "Look at {l}. How many are there?", "Count how many there are: {l}", "How many names are here: {l}?", "On the table are {l}. How many is that?",
+    ),
+    "spell": (
+        "Can you spell {w}?", "Could you spell the word {w}?", "{w}: spell it", "Spelling of {w}?", "Which letters are in {w}?", "What is the spelling of {w}?", "Show me the letters of {w}.", "Spell out {w}.", "I want to spell {w}. What are its letters?", "Say {w} letter by letter.", "Break {w} into letters.", "Please write {w} with its letters one by one.", "List the letters of {w}.", "the letters of {w} please",
+    ),
+    "letters": (
+        "Can you count the {c} in {w}?", "Could you tell me how many times {c} is in {w}?", "How many {c}'s are in {w}?", "How many {c}'s does {w} have?", "{c} in {w}: how many?", "How many times does {c} come up in {w}?", "Count {c} in {w}.", "In the word {w}, how many {c} are there?", "How often is {c} in the word {w}?", "What is the count of {c} in {w}?", "how many letters {c} has {w}", "The word is {w}. How many {c} does it contain?", "Find the number of {c} in {w}.", "How often does {w} contain {c}?", "Does {c} come up in {w}? How often?",
+    ),
+    "recall": (
+        "What is my {k} again?", "Can you tell me my {k}?", "Could you say my {k}?", "my {k}?", "And my {k}?", "What did I tell you about my {k}?", "Do you know my {k}?", "I told you my {k}. What was it?", "Which {k} is mine?", "Say my {k}.", "What {k} do I have?", "Please tell me what my {k} is.", "Give me my {k} again.", "Did you keep my {k}? What is it?",
+    ),
+    "read": (
+        "{t} What {k} does {n} have?", "{t} Can you tell me the {k} of {n}?", "{t}\n\nWhat is {n}'s {k}?", "{t}\n\nQuestion: Which {k} has {n}?", "Facts: {t} Which {k} belongs to {n}?", "{t} {n} has which {k}?", "Read the text. {t} What is the {k} of {n}?", "What is {n}'s {k}? {t}", "Tell me {n}'s {k}. {t}", "{t} What does the text say about the {k} of {n}?", "{t} Which is the {k} of {n}?", "I read this: {t} What is the {k} of {n}?", "{t} {n}'s {k}?", "{t} For {n}, what is the {k}?",
+    ),
+    "tool": (
+        "Can you please {v} the {o} of {x}?", "I would like you to {v} the {o} of {x}.", "{v} {x}'s {o}.", "Please {v} {x}'s {o}.", "I have to {v} the {o} of {x}.", "Try to {v} the {o} of {x}.", "{v} the {o} for {x}.", "Please {v} the {o} for {x}.", "Could you {v} {x}'s {o} for me?", "We should {v} the {o} of {x}.", "{v} the {o} of {x} now.", "I want to {v} the {o} of {x}.", "The {o} of {x}: {v} it.", "Do this: {v} the {o} of {x}.", "Is it possible to {v} the {o} of {x}?", "Just {v} the {o} of {x}.",
+    ),
+    "json": (
+        "Can you turn this into JSON? {t}", "Fill in the fields: {t}", "The text is: {t}", "Read this and give me the data: {t}", "Data: {t}", "Write the values as JSON. {t}", "Text: {t}", "Please extract the values. {t}", "This is what I have: {t}", "Message: {t}", "What are the fields here? {t}", "Give me JSON for this: {t}",
+    ),
+    "outside": (),
+}  # fmt: skip
 HONEST = "I am a small demonstration model and do not know that."
 
 
 def phrasings(task: str, split: Split) -> tuple[str, ...]:
-    return PHRASINGS[task][:SEEN] if split == "train" else PHRASINGS[task][SEEN:]
+    """Those that conversations of a split may use."""
+    return (*PHRASINGS[task][:SEEN], *MORE[task]) if split == "train" else PHRASINGS[task][SEEN:]

@@ -1,8 +1,8 @@
 """Train the embedded model: `python training/train.py --stage main --seed 0` on a CUDA machine (models/tiny/README.md).
 
 Stages, each restartable from the files of the one before: `vocabulary` (any machine), `main` (the network, ending in
-MXFP4-aware training of the experts), `more` (the same from saved weights), `eagle` and `draft` (for speculation). The
-log is one JSON object per line.
+MXFP4-aware training of the experts), `more` (the same from saved weights), `second` (the second edition from saved
+weights, for so many seconds), `eagle` and `draft` (for speculation). The log is one JSON object per line.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ TINY = ModelConfig(
     max_context=8192, yarn=Yarn(factor=16.0, original_context=512), eos_tokens=(2031, 2041, 2028), pad_token=2028,
     name="tiny",
 )  # fmt: skip
+# The second edition: the same network, four times the context.
+SECOND = TINY.with_(max_context=32768, yarn=Yarn(factor=64.0, original_context=512))
 DRAFT = TINY.with_(
     layers=2,
     hidden=128,
@@ -63,6 +65,9 @@ MORE_SHORT = {
 LONG = {"short": 0.46, "scene": 0.13, "haystack": 0.10, "extract": 0.09, "tools": 0.22}
 
 
+STAGES = ("vocabulary", "main", "more", "second", "eagle", "draft", "evaluate")
+
+
 @dataclass(frozen=True)
 class Plan:
     """How long and how. Shares are of all steps."""
@@ -79,6 +84,8 @@ class Plan:
     decay: float = 0.03
     prompt_weight: float = 0.1
     balance_weight: float = 0.01
+    floor: float = 0.05  # the last rates, of the full ones
+    seconds: float = 0.0  # 0: all steps; otherwise shares are of this time, and training ends with it
 
 
 class Log:
@@ -90,12 +97,12 @@ class Log:
         print(json.dumps(fields), file=self.file, flush=True)
 
 
-def rate_at(plan: Plan, step: int) -> float:
+def rate_at(plan: Plan, step: int, progress: float) -> float:
+    """Of the full rates; `progress` is the share of the training that is over."""
     if step < plan.warmup:
         return (step + 1) / plan.warmup
-    start = plan.decay_from * plan.steps
-    left = max(0.0, (plan.steps - step) / (plan.steps - start))
-    return 1.0 if step < start else max(0.05, left)
+    left = (1.0 - progress) / (1.0 - plan.decay_from)
+    return min(1.0, max(plan.floor, left))
 
 
 def fit(model: GptOss, plan: Plan, recipes: list[tuple[float, data.Recipe]], log: Log, *, workers: int, device: str,
@@ -113,28 +120,35 @@ def fit(model: GptOss, plan: Plan, recipes: list[tuple[float, data.Recipe]], log
     parts = [(r, bounds[i + 1] - bounds[i]) for i, (_, r) in enumerate(recipes)]
     on = {False: torch.zeros((), device=device), True: torch.ones((), device=device)}
     for step, batch in enumerate(data.batches(parts, plan.rows, workers, device), 1):
-        quantized = step > plan.quantize_from * plan.steps
-        prompt_weight = plan.prompt_weight * on[step <= plan.decay_from * plan.steps]
+        progress = (time.time() - began) / plan.seconds if plan.seconds else (step - 1) / plan.steps
+        quantized = progress >= plan.quantize_from
+        prompt_weight = plan.prompt_weight * on[progress < plan.decay_from]
         full, sliding = (block_masks if cuda else dense_masks)(batch, model.c.window)
         h, balance, _ = model.hidden(batch.token, batch.position, full, sliding, dtype=dtype, quantized=on[quantized])
         loss, reply = score(h, model.lm_head, batch, prompt_weight)
         loss = loss + plan.balance_weight * balance
         loss.backward()
-        optimizer.step(rate_at(plan, step - 1))
+        rate = rate_at(plan, step - 1, progress)
+        optimizer.step(rate)
         optimizer.zero()
         tokens_since += batch.token.numel()
-        if step % 25 == 0 or step == plan.steps or step <= 3:
+        last = step == plan.steps or (plan.seconds > 0 and time.time() - began >= plan.seconds)
+        if step % 25 == 0 or last or step <= 3:
             value, now = float(reply.detach()), time.time()
             speed = tokens_since / (now - shown)
-            log(step=step, reply_loss=round(value, 5), balance=round(float(balance.detach()), 3),
+            log(step=step, reply_loss=round(value, 5), balance=round(float(balance.detach()), 3), rate=round(rate, 4),
                 tokens_per_s=round(speed), quantized=quantized, seconds=round(now - began, 1))  # fmt: skip
-            bar = "#" * int(30 * step / plan.steps)
+            bar = "#" * int(30 * (progress if plan.seconds else step / plan.steps))
             left = (plan.steps - step) * (now - shown) / tokens_since * batch.token.numel()
-            shown_line = f"[{bar:30}] {step}/{plan.steps} loss {value:.4f} {speed / 1e3:.0f}k tok/s {now - began:.0f}s"
+            left = plan.seconds - (now - began) if plan.seconds else left
+            steps = "" if plan.seconds else f"/{plan.steps}"
+            shown_line = f"[{bar:30}] {step}{steps} loss {value:.4f} {speed / 1e3:.0f}k tok/s {now - began:.0f}s"
             end = "\r" if sys.stderr.isatty() else "\n"
             print(f"{shown_line}, {left:.0f}s left", end=end, file=sys.stderr, flush=True)
             shown, tokens_since = now, 0
-        if save and save_every and step % save_every == 0 and step < plan.steps:
+        if last:
+            return
+        if save and save_every and step % save_every == 0:
             save(step)
 
 
@@ -150,6 +164,16 @@ def more_recipes(plan: Plan, seed: int, tokenizer: Path, rows: int = 60) -> list
     return [(0.0, data.Recipe("more", seed, tokenizer, plan.length, rows, MORE, MORE_SHORT, sentences, who=0.6))]
 
 
+def second_recipes(plan: Plan, seed: int, tokenizer: Path, rows: int = 8) -> list[tuple[float, data.Recipe]]:
+    """Two thirds conversations, one third the tasks of the first edition, haystacks as long as a row among them."""
+    top = plan.length // 10
+    mixture = {"short": 0.46, "scene": 0.20, "haystack": 0.06, "extract": 0.09, "tools": 0.22}
+    recipe = data.Recipe(
+        "second", seed, tokenizer, plan.length, rows, mixture, MORE_SHORT, (20, top), who=0.4, conversations=0.75
+    )
+    return [(0.0, recipe)]
+
+
 def shipped_hashes(model: GptOss) -> dict[str, str]:
     """File -> hash that models/tiny has once this is released, so that an evaluation names the weights it is of."""
     with tempfile.TemporaryDirectory() as folder:
@@ -160,9 +184,14 @@ def shipped_hashes(model: GptOss) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stage", required=True, choices=["vocabulary", "main", "more", "eagle", "draft", "evaluate"])
+    parser.add_argument("--stage", required=True, choices=STAGES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--seconds", type=float, default=0.0, help="stage second: how long it trains; 0: --steps")
+    parser.add_argument(
+        "--edition", type=int, choices=[1, 2], default=1, help="stage evaluate: whose weights these are"
+    )
+    parser.add_argument("--conversations", type=int, default=400, help="held-out conversations of each kind, edition 2")
     parser.add_argument("--out", type=Path, default=Path("out/training"), help="where weights and the log go")
     parser.add_argument("--weights", type=Path, help="folder with saved weights to start from (default: --out)")
     parser.add_argument("--tokenizer", type=Path, default=Path("models/tiny/tokenizer.json"))
@@ -196,7 +225,8 @@ def main() -> None:
             checkpoint.load_weights(draft, args.draft_weights)
         eagle.stage(args, source, log, device, target, draft)
         return
-    config = DRAFT if args.stage == "draft" else MICRO if args.micro else TINY
+    second = args.stage == "second" or args.edition == 2
+    config = DRAFT if args.stage == "draft" else MICRO if args.micro else SECOND if second else TINY
     model = GptOss(config).to(device)
     plan = Plan(args.steps)
     if args.micro:
@@ -204,6 +234,11 @@ def main() -> None:
     if args.stage == "more":
         checkpoint.load_weights(model, source)
         plan = replace(plan, warmup=30, quantize_from=0.0, decay_from=0.4, prompt_weight=0.0)
+    if args.stage == "second":
+        checkpoint.load_weights(model, source)
+        plan = replace(plan, seconds=args.seconds, quantize_from=0.0, decay_from=0.4, prompt_weight=0.05, floor=0.01)
+        if not args.micro:
+            plan = replace(plan, rows=2, length=SECOND.max_context)
     if args.stage == "evaluate":
         checkpoint.load_weights(model, source)
     else:
@@ -218,11 +253,19 @@ def main() -> None:
         recipes = recipes_for(plan, args.seed, args.tokenizer, args.stage, rows)
         if args.stage == "more":
             recipes = more_recipes(plan, args.seed, args.tokenizer, rows)
+        if args.stage == "second":
+            recipes = second_recipes(plan, args.seed, args.tokenizer, 16 if args.micro else 8)
         fit(model, plan, recipes, log,
             workers=args.workers, device=device,
             save=lambda step: checkpoint.save_weights(model, args.out), save_every=max(1, plan.steps // 4))  # fmt: skip
         checkpoint.save_weights(model, args.out)
         checkpoint.load_weights(model, args.out)  # judge what was saved, rounded to bf16
+    if second and args.conversations:
+        report = evaluate.judge_second(
+            model, args.tokenizer, args.conversations, args.per_task, seed=args.held_out, micro=args.micro
+        )
+        (args.out / "second.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        return
     if args.per_task == 0:
         return
     reports = evaluate.judge(

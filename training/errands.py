@@ -1,0 +1,395 @@
+"""Functions and schemas in everyday wording for the second edition: what a visitor's own tools look like.
+
+A function's name is a noun and a verb in some style, or invented; a parameter has one of several names. Of each table of
+wordings the last quarter is held out.
+"""
+
+# ruff: noqa: E501  (a table of sentences reads best with one per line)
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from everyday import Everyday
+from turns import Turn
+
+from halfbyte.evals import words
+from halfbyte.evals.grading import Grade
+from halfbyte.evals.problem import Say, call, final, result, think, user
+from halfbyte.harmony.messages import Tool
+
+# (verb, noun, description, wordings); a slot that not every wording has is optional.
+ERRANDS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("reserve", "table", "Reserve a table in a restaurant.", ("Reserve a table at {place} for {count} people.", "I want to eat at {place}, we are {count}.", "Get a table for {count} at {place}.", "Table for {count} at {place}, please.", "Can we have {count} seats at {place}?")),
+    ("rent", "bike", "Rent bikes for some hours.", ("Rent {count} bikes in {city}.", "I need {count} bikes in {city}.", "We want to rent {count} bikes while in {city}.", "Get us {count} bikes in {city}.", "{count} bikes in {city}, please.")),
+    ("play", "song", "Play a song.", ("Play {title}.", "Play {title} by {person}.", "I want to hear {title}.", "Put on {title} by {person}.", "Let me listen to {title}.")),
+    ("send", "mail", "Send an email.", ("Send {person} a mail that says: {text}", "Mail {person}: {text}", "Write an email to {person}: {text}", "Email {person} this: {text}", "Send this mail to {person}: {text}")),
+    ("find", "doctor", "Find a doctor in a city.", ("Find a doctor in {city}.", "I need a doctor in {city}.", "Is there a doctor in {city}?", "Which doctors are there in {city}?", "Look for a doctor in {city}.")),
+    ("buy", "item", "Buy pieces of an item.", ("Buy {count} {item}s.", "Order {count} {item}s.", "I need {count} {item}s.", "Get me {count} new {item}s.", "Put {count} {item}s into my cart.")),
+    ("check", "order", "Look up the state of an order.", ("Where is my order {code}?", "What about order {code}?", "Check order {code}.", "When does order {code} arrive?", "Has order {code} been sent?", "Look up order {code}.")),
+    ("cancel", "order", "Cancel an order.", ("Cancel order {code}.", "I do not want order {code} any more.", "Please cancel my order {code}.", "Stop order {code}.", "Take back order {code}.")),
+    ("heat", "room", "Set the temperature of a room.", ("Heat the {room} to {degrees} degrees.", "Set the {room} to {degrees} degrees.", "Make the {room} {degrees} degrees warm.", "I want {degrees} degrees in the {room}.", "Turn the heating in the {room} to {degrees}.")),
+    ("open", "door", "Open a door.", ("Open the door of the {room}.", "Open the {room} door.", "Let me into the {room}.", "Unlock the {room}.", "Please open the {room}.")),
+    ("set", "alarm", "Set an alarm clock.", ("Wake me at {time}.", "Set an alarm for {time}.", "Alarm at {time}, please.", "Set my alarm to {time} on {day}.", "I have to get up at {time} on {day}.")),
+    ("add", "task", "Put something on the list of tasks.", ("Put {text} on my list.", "Add {text} to my tasks.", "New task: {text}", "I have to {text}, add it to my list.", "Remember this task: {text}")),
+    ("measure", "distance", "Get the distance between two places.", ("How far is it from {start} to {end}?", "What is the distance from {start} to {end}?", "Distance between {start} and {end}?", "How long is the way from {start} to {end}?")),
+    ("convert", "length", "Convert a length from one unit to another.", ("How many {to_unit} are {amount} {from_unit}?", "Convert {amount} {from_unit} to {to_unit}.", "What is {amount} {from_unit} in {to_unit}?", "{amount} {from_unit} in {to_unit}?")),
+    ("transfer", "money", "Send money to someone.", ("Send {amount} {currency} to {person}.", "Pay {person} {amount} {currency}.", "Transfer {amount} {currency} to {person}.", "{person} gets {amount} {currency} from me.")),
+    ("search", "music", "Find songs of an artist.", ("Find songs by {person}.", "What has {person} sung?", "Search for music by {person}.", "Show me {count} songs by {person}.", "List {count} songs by {person}.")),
+    ("search", "film", "Find films by their director.", ("Which films are by {person}?", "Find films by {person}.", "Show me {count} films by {person}.", "List films by {person}.", "I want to see a film by {person}.")),
+    ("book", "flight", "Book a flight.", ("Book a flight from {start} to {end}.", "I want to fly from {start} to {end} on {day}.", "Fly me from {start} to {end}.", "Flight from {start} to {end} on {day}, please.")),
+    ("call", "taxi", "Call a taxi to an address.", ("I need a taxi at {address}.", "Call a taxi to {address}.", "Send a cab to {address} for {count} people.", "Pick up {count} people at {address}.")),
+    ("get", "weather", "Get the weather of a place.", ("What is the weather in {city}?", "How warm is it in {city}?", "Do I need a coat in {city}?", "Weather in {city} on {day}?", "How will the weather in {city} be on {day}?")),
+    ("get", "stock", "Get how many pieces of a product are there.", ("How many {item}s do we have?", "Are there {item}s in stock?", "Count our {item}s.", "Do we still have {item}s?", "Stock of {item}s?")),
+    ("get", "price", "Get the price of a product.", ("What does a {item} cost?", "How much is a {item}?", "Price of a {item}?", "Tell me what a {item} costs.", "What do I pay for a {item}?")),
+    ("show", "account", "Show the account of a customer.", ("Show the account of {person}.", "What does the account of {person} look like?", "Open {person}'s account.", "Give me the account of {person}.")),
+    ("change", "password", "Change the password of a user.", ("Change the password of {person} to {code}.", "{person}'s new password is {code}.", "Set {person}'s password to {code}.", "Give {person} the password {code}.")),
+    ("rename", "file", "Give a file another name.", ("Rename {start_file} to {end_file}.", "The file {start_file} should be called {end_file}.", "Call {start_file} {end_file} from now on.", "Change the name of {start_file} to {end_file}.")),
+    ("read", "file", "Read a file.", ("What is in {file}?", "Read {file}.", "Show me the file {file}.", "Open {file} and show it.", "Print the first {count} lines of {file}.")),
+    ("run", "tests", "Run the tests of a project.", ("Run the tests of {project}.", "Test {project}.", "Do the tests of {project} pass?", "Check {project} with its tests.")),
+    ("lock", "car", "Lock or unlock a car.", ("Please {lock} my car {code}.", "{lock} the car {code}.", "I want you to {lock} car {code}.", "Car {code}: {lock} it.")),
+    ("set", "volume", "Set how loud something plays.", ("Set the volume in the {room} to {percent} percent.", "Volume {percent} in the {room}.", "Play at {percent} percent in the {room}.", "Make it {percent} percent loud in the {room}.")),
+    ("water", "plants", "Water the plants.", ("Water the plants in the {room} for {count} minutes.", "The plants in the {room} need {count} minutes of water.", "Give the plants in the {room} water for {count} minutes.", "{count} minutes of water for the plants in the {room}.")),
+    ("print", "document", "Print a document.", ("Print {file}.", "Print {count} copies of {file}.", "I need {file} on paper.", "Make {count} copies of {file}.")),
+    ("invite", "person", "Invite someone to an event.", ("Invite {person} to {title}.", "{person} should come to {title}.", "Ask {person} to come to {title}.", "Send {person} an invitation to {title}.")),
+)  # fmt: skip
+# slot: (names of its parameter, JSON type, what a description of it says)
+SLOTS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "place": (("place", "restaurant", "location", "venue"), "string", "the name of the place"),
+    "city": (("city", "location", "place", "where", "town"), "string", "the city"),
+    "count": (("count", "number", "quantity", "limit", "how_many", "n"), "integer", "how many"),
+    "title": (("title", "name", "song", "query"), "string", "the title"),
+    "person": (("person", "name", "user", "who", "contact", "customer"), "string", "the person"),
+    "text": (("text", "body", "content", "message", "note"), "string", "the text"),
+    "item": (("item", "product", "article", "name"), "string", "the product"),
+    "code": (("code", "id", "number", "key", "reference"), "string", "the identifier"),
+    "room": (("room", "where", "place", "zone"), "string", "the room"),
+    "degrees": (("degrees", "temperature", "celsius"), "integer", "in degrees Celsius"),
+    "time": (("time", "at", "when", "clock"), "string", "hours and minutes"),
+    "day": (("day", "date", "weekday", "on"), "string", "the day"),
+    "start": (("start", "origin", "from_place", "departure", "source"), "string", "where it begins"),
+    "end": (("end", "destination", "to_place", "arrival", "target"), "string", "where it ends"),
+    "amount": (("amount", "value", "sum", "quantity"), "number", "the amount"),
+    "from_unit": (("from_unit", "unit", "source", "source_unit"), "unit", "the unit it has"),
+    "to_unit": (("to_unit", "target", "wanted", "target_unit"), "unit", "the unit it gets"),
+    "currency": (("currency", "money", "unit"), "currency", "which money"),
+    "address": (("address", "street", "where", "pickup"), "string", "the address"),
+    "start_file": (("path", "old", "old_name", "source"), "string", "the file"),
+    "end_file": (("new_path", "new", "new_name", "target"), "string", "its new name"),
+    "file": (("file", "path", "document", "filename"), "string", "the file"),
+    "project": (("project", "name", "repository", "folder"), "string", "the project"),
+    "lock": (("action", "state", "mode"), "lock", "what to do"),
+    "percent": (("percent", "level", "value"), "integer", "from 0 to 100"),
+}  # fmt: skip
+UNITS = ("metres", "feet", "miles", "yards", "inches", "km")
+ENUMS = {"unit": UNITS, "currency": ("euros", "dollars", "francs", "pounds"), "lock": ("lock", "unlock")}
+# A currency has a code that the function wants instead of the word.
+CODES = {"euros": "EUR", "dollars": "USD", "francs": "CHF", "pounds": "GBP"}
+RESULTS = (
+    "status",
+    "id",
+    "code",
+    "room",
+    "minutes",
+    "price",
+    "driver",
+    "gate",
+    "answer",
+    "name",
+    "place",
+    "city",
+    "plate",
+    "time",
+    "seat",
+    "count",
+    "owner",
+    "value",
+)
+FAULTS = (
+    "{x} is locked",
+    "unknown {x}",
+    "no entry for {x}",
+    "{x} not found",
+    "{x} is closed",
+    "no permission for {x}",
+    "{x} is too late",
+    "time limit for {x}",
+)
+SPLICE = (
+    "Can you help? {q}",
+    "{q} Please do it now.",
+    "Please do this: {q}",
+    "{q} Use a function.",
+    "{q} It is urgent.",
+    "I need something. {q}",
+)
+
+
+@dataclass(frozen=True)
+class Errand:
+    """A function as one conversation names it."""
+
+    row: tuple[str, str, str, tuple[str, ...]]
+    tool: Tool
+    parameters: dict[str, str]  # slot -> parameter
+    wrapped: bool = False  # its arguments stand in an object of their own
+
+
+# key: (names in a schema, JSON type, how the text says it)
+FIELDS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
+    "name": (("name", "person", "customer", "who", "guest"), "string", ("name {v}", "my name is {v}", "{v} is the name", "the guest is {v}")),
+    "age": (("age", "years", "age_in_years"), "integer", ("{v} years old", "aged {v}", "age {v}", "of {v} years")),
+    "city": (("city", "town", "place", "home"), "string", ("from {v}", "living in {v}", "lives in {v}", "home in {v}")),
+    "price": (("price", "cost", "euros", "amount"), "integer", ("costs {v} euros", "for {v} euros", "price {v} euros", "{v} euros")),
+    "colour": (("colour", "color", "paint"), "string", ("in {v}", "comes in {v}", "colour {v}", "painted {v}")),
+    "day": (("day", "date", "weekday", "delivery"), "string", ("on {v}", "due on {v}", "day {v}", "until {v}")),
+    "gate": (("gate", "door", "exit"), "string", ("gate {v}", "from gate {v}", "at gate {v}", "leaves at gate {v}")),
+    "room": (("room", "hall", "office"), "string", ("room {v}", "in room {v}", "meets in room {v}", "goes to room {v}")),
+    "code": (("code", "id", "reference", "number"), "string", ("code {v}", "with the code {v}", "id {v}", "reference {v}")),
+    "count": (("count", "pieces", "quantity"), "integer", ("{v} pieces", "count {v}", "{v} times", "quantity {v}")),
+    "items": (("items", "things", "products", "list"), "array", ("wants {v}", "to buy: {v}", "list: {v}", "needs {v}")),
+    "paid": (("paid", "is_paid", "payment_done"), "boolean", ("already paid|not paid", "paid|not paid yet", "payment is done|payment is open", "has paid|has not paid")),
+    "mood": (("mood", "feeling"), "enum:happy,angry,sad", ("is {v}", "feels {v}", "seems {v}", "sounds {v}")),
+    "size": (("size", "fit"), "enum:small,medium,large", ("size {v}", "a {v} one", "in {v}", "takes a {v}")),
+    "phone": (("phone", "telephone", "phone_number"), "string", ("phone {v}", "call {v}", "reach me at {v}", "telephone {v}")),
+    "pet": (("pet", "animal"), "object", ("with a {k} named {n}", "has a {k} called {n}", "and the {k} {n}", "brings the {k} {n}")),
+}  # fmt: skip
+
+
+class Errands(Everyday):
+    """Turns with functions and schemas in everyday wording."""
+
+    def slot_value(self, slot: str) -> Any:
+        rng = self.rng
+        if slot in ("count", "percent", "degrees"):
+            return rng.randint(2, 99 if slot == "percent" else 30)
+        if slot == "amount":
+            return rng.randint(2, 999)
+        if slot == "time":
+            return f"{rng.randint(0, 23)}:{rng.randint(10, 59)}"
+        if slot == "day":
+            return rng.choice(words.DAYS)
+        if slot == "room":
+            return rng.choice(words.ROOMS)
+        if slot == "item":
+            return rng.choice(words.ITEMS[:18])
+        if slot == "text":
+            pool = (*words.THINGS, *words.ITEMS, *words.FOODS, *words.COLORS)
+            return " ".join(self.name() if rng.random() < 0.2 else rng.choice(pool) for _ in range(rng.randint(2, 5)))
+        if slot == "address":
+            return f"{rng.randint(1, 99)} {self.name()} {rng.choice(('Street', 'Road', 'Square', 'Avenue'))}"
+        if slot == "person" and rng.random() < 0.4:
+            return f"{self.person()} {self.name()}"
+        if slot in ("city", "start", "end") and rng.random() < 0.3:
+            return rng.choice(words.CITIES)
+        if slot in ("file", "start_file", "end_file"):
+            return f"{self.name().lower()}.{rng.choice(('txt', 'py', 'md', 'csv', 'log'))}"
+        kind = SLOTS[slot][1]
+        return rng.choice(ENUMS[kind]) if kind in ENUMS else self.name()
+
+    def offered(self, count: int) -> list[Errand]:
+        rng, made = self.rng, []
+        taken: set[str] = set()
+        for row in rng.sample(ERRANDS, count):
+            verb, noun, description, asks = row
+            slots = [re.findall(r"{(\w+)}", a) for a in asks]
+            every = list(dict.fromkeys(s for each in slots for s in each))
+            parameters: dict[str, str] = {}
+            for s in every:
+                free = [n for n in SLOTS[s][0] if n not in parameters.values()]
+                parameters[s] = self.identifier() if rng.random() < 0.15 else rng.choice(free)
+            name = rng.choice(
+                (
+                    f"{verb}_{noun}",
+                    f"{noun}_{verb}",
+                    f"{verb}{noun.capitalize()}",
+                    noun,
+                    f"{verb}_{noun}_v2",
+                    self.identifier(),
+                    f"{self.identifier()}_{verb}",
+                )
+            )
+            if name in taken:
+                name = self.identifier()
+            taken.add(name)
+            described = rng.random() < 0.4
+            properties: dict[str, Any] = {}
+            for s in rng.sample(every, len(every)):
+                kind = SLOTS[s][1]
+                schema: dict[str, Any] = {"type": "string" if kind in ENUMS else kind}
+                if kind in ENUMS:
+                    schema["enum"] = [CODES.get(v, v) for v in ENUMS[kind]]
+                if described:
+                    schema["description"] = SLOTS[s][2]
+                properties[parameters[s]] = schema
+            required = [parameters[s] for s in every if all(s in each for each in slots)]
+            whole: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
+            wrapped = rng.random() < 0.08
+            if wrapped:
+                whole = {"type": "object", "properties": {"query": whole}, "required": ["query"]}
+            made.append(Errand(row, Tool(name, description, whole), parameters, wrapped))
+        return made
+
+    def identifier(self) -> str:
+        return self.name().lower().replace("-", "_")
+
+    def errand(self, offered: list[Errand], absent: list[tuple[str, str, str, tuple[str, ...]]]) -> Turn:
+        """A question for one of the functions offered, or for one that is `absent`."""
+        rng = self.rng
+        tools = tuple(e.tool for e in offered)
+        count = len(offered)
+        fits = not absent or rng.random() < 0.85
+        chosen = rng.choice(offered) if fits else None
+        row = chosen.row if chosen else rng.choice(absent)
+        template = self.pick(row[3])
+        drawn = {slot: self.slot_value(slot) for slot in dict.fromkeys(re.findall(r"{(\w+)}", template))}
+        question = self.fill(template, **drawn)[1]
+        if rng.random() < 0.2:
+            question = self.pick(SPLICE).format(q=question)
+        tags = (f"{count} function{'s' * (count > 1)}", "fits" if fits else "none fits", "everyday")
+        names = tuple(v for v in drawn.values() if isinstance(v, str) and " " not in v)
+        names = ()
+        if chosen is None:
+            reply = (think("No function fits."), final("I have no function for that."))
+            return Turn("errand", (user(question),), reply, template, {}, names, Grade(refusal=True), tags, tools)
+        arguments = {chosen.parameters[s]: CODES.get(v, v) if isinstance(v, str) else v for s, v in drawn.items()}
+        if chosen.wrapped:
+            arguments = {"query": arguments}
+        made = call(chosen.tool.name, arguments)
+        thought = think(f"The user wants this: {row[2]} I call {chosen.tool.name}.")
+        if rng.random() < 0.65:
+            return Turn("errand", (user(question),), (thought, made), template, {}, names, tags=tags, tools=tools)
+        return self.outcome(question, template, (thought, made), chosen.tool.name, tags, tools)
+
+    def outcome(self, question: str, template: str, asked: tuple[Say, Say], function: str, tags: tuple[str, ...], tools: tuple[Tool, ...]) -> Turn:  # fmt: skip
+        """The answer from what a function gave: some values, nothing but that it worked, or an error."""
+        rng = self.rng
+        kind = rng.random()
+        grade = Grade()
+        if kind < 0.25:
+            fault = rng.choice(FAULTS).format(x=self.name())
+            value: dict[str, Any] = {"error": fault}
+            text, grade = f"That failed: {fault}.", Grade(phrases=((fault,),))
+        elif kind < 0.35:
+            value, text, grade = {"ok": True}, "It is done.", Grade(phrases=(("done",),))
+        else:
+            keys = rng.sample(RESULTS, rng.randint(1, 3))
+            value = {k: rng.randint(1, 999) if k in ("minutes", "price", "count") else self.name() for k in keys}
+            text = " ".join(f"The {k} is {v}." for k, v in value.items())
+            grade = Grade(phrases=tuple((str(v),) for v in value.values()))
+        says = (user(question), *asked, result(function, value))
+        reply = (think(f"The function {function} gave a result."), final(text))
+        return Turn("errand", says, reply, template, {}, (), grade, (*tags, "result"), tools)
+
+    def chain(self, offered: list[Errand]) -> list[Turn]:
+        """Two errands in one question, called one after the other: both calls, then the answer."""
+        if len(offered) < 2:
+            return []
+        first, second = self.rng.sample(offered, 2)
+        parts, calls = [], []
+        for e in (first, second):
+            template = self.pick(e.row[3])
+            drawn = {slot: self.slot_value(slot) for slot in dict.fromkeys(re.findall(r"{(\w+)}", template))}
+            parts.append(template.format(**drawn))
+            arguments = {e.parameters[s]: CODES.get(v, v) if isinstance(v, str) else v for s, v in drawn.items()}
+            calls.append(call(e.tool.name, {"query": arguments} if e.wrapped else arguments))
+        question = f"{parts[0]} {self.rng.choice(('And then', 'After that', 'Then', 'Also'))}: {parts[1]}"
+        tools = tuple(e.tool for e in offered)
+        values = self.names(2)
+        outcomes = [result(c.function, {"answer": v}) for c, v in zip(calls, values, strict=True)]
+        thoughts = [think(f"The user wants this: {e.row[2]} I call {e.tool.name}.") for e in (first, second)]
+        asked = user(question)
+        tags = ("two calls", "everyday")
+        final_reply = (
+            think(f"The function {second.tool.name} gave a result."),
+            final(f"The answers are {values[0]} and {values[1]}."),
+        )
+        so_far = (asked, thoughts[0], calls[0], outcomes[0])
+        return [
+            Turn("errand", (asked,), (thoughts[0], calls[0]), tags=tags, tools=tools),
+            Turn("errand", so_far, (thoughts[1], calls[1]), tags=tags, tools=tools),
+            Turn("errand", (*so_far, thoughts[1], calls[1], outcomes[1]), final_reply, tags=(*tags, "result"), tools=tools, grade=Grade(phrases=((values[0],), (values[1],)))),
+        ]  # fmt: skip
+
+    # ---- schemas --------------------------------------------------------------------------------
+
+    def form(self) -> tuple[tuple[str, str], dict[str, str]]:
+        """((name, schema) of a response format, key of FIELDS -> name of its field)."""
+        rng = self.rng
+        keys = rng.sample(list(FIELDS), rng.randint(1, 5))
+        named: dict[str, str] = {}
+        for k in keys:
+            named[k] = rng.choice([n for n in FIELDS[k][0] if n not in named.values()] or [self.identifier()])
+        properties: dict[str, Any] = {}
+        for k, name in named.items():
+            kind = FIELDS[k][1]
+            if kind.startswith("enum"):
+                properties[name] = {"type": "string", "enum": kind.split(":")[1].split(",")}
+            elif kind == "array":
+                properties[name] = {"type": "array", "items": {"type": "string"}}
+            elif kind == "object":
+                inner = {"kind": {"type": "string"}, "name": {"type": "string"}}
+                properties[name] = {"type": "object", "properties": inner, "required": ["kind", "name"]}
+            else:
+                properties[name] = {"type": kind}
+        schema = {"type": "object", "properties": properties, "required": list(properties)}
+        if rng.random() < 0.3:
+            schema["additionalProperties"] = False
+        title = rng.choice(("answer", "record", "form", "response", "data", self.identifier()))
+        return (title, json.dumps(schema, separators=(",", ":") if rng.random() < 0.7 else None)), named
+
+    def note(self, response_format: tuple[str, str], named: dict[str, str]) -> Turn:
+        """A note in prose, with more in it than the form wants at times."""
+        rng = self.rng
+        extra = [k for k in FIELDS if k not in named]
+        shown = [*named, *rng.sample(extra, rng.choice((0, 0, 1, 2)))]
+        value: dict[str, Any] = {}
+        parts = []
+        for k in rng.sample(shown, len(shown)):
+            kind, said = FIELDS[k][1], self.pick(FIELDS[k][2])
+            v: Any
+            if kind == "integer":
+                v = rng.randint(1, 99) if k == "age" else rng.randint(1, 999)
+            elif kind == "boolean":
+                v = rng.random() < 0.5
+                said = said.split("|")[0 if v else 1]
+            elif kind == "array":
+                v = (
+                    self.names(rng.randint(1, 4))
+                    if rng.random() < 0.4
+                    else rng.sample((*words.FOODS, *words.ITEMS), rng.randint(1, 4))
+                )
+                said = said.format(v=" and ".join(v) if rng.random() < 0.3 else ", ".join(v))
+            elif kind == "object":
+                v = {"kind": rng.choice(words.PETS), "name": self.name()}
+                said = said.format(k=v["kind"], n=v["name"])
+            elif kind.startswith("enum"):
+                v = rng.choice(kind.split(":")[1].split(","))
+            else:
+                v = {
+                    "colour": lambda: rng.choice(words.COLORS),
+                    "day": lambda: rng.choice(words.DAYS),
+                    "phone": lambda: words.digits(rng, 5, 8),
+                }.get(k, self.person if k == "name" else self.name)()
+            parts.append(said.format(v=v))
+            value[k] = v
+        joined = rng.choice((", ", "; ", ". ")).join(parts) + "."
+        text = (
+            joined[0].upper() + joined[1:]
+            if rng.random() < 0.5 and not joined.startswith(tuple(map(str, value.values())))
+            else joined
+        )
+        template, question = self.ask("json", t=text) if rng.random() < 0.5 else ("{t}", text)
+        wanted = {name: value[k] for k, name in named.items()}
+        reply = (think(f"The fields are {', '.join(named.values())}."), final(json.dumps(wanted)))
+        return Turn(
+            "note",
+            (user(question),),
+            reply,
+            template,
+            {"value": wanted, "text": text},
+            tags=(f"{len(wanted)} fields",),
+            response_format=response_format,
+        )

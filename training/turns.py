@@ -1,0 +1,155 @@
+"""What conversations of the second edition are made of: turns, and a source of names, numbers and wordings."""
+
+# ruff: noqa: E501, SIM905  (word lists are easier to read as text)
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from phrasings import Split, phrasings
+
+from halfbyte.evals import words
+from halfbyte.evals.grading import Grade
+from halfbyte.evals.problem import Say
+from halfbyte.harmony.messages import Tool
+
+_HELD_OUT_SHARE = 4  # one name in so many, and one wording of every table that is not split in half
+_UNITS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+_CAPITALS = "ABCDEFGHKLMNPRSTX"
+_CONSONANTS = "bcdfghjklmnpqrstvwxyz"
+# Around a question in training; each ends so that no list or text behind it runs into it.
+_OPENERS = (
+    "Hi! ", "Hello! ", "Hey! ", "Please help me. ", "Quick question: ", "Next question. ", "Another thing: ", "Good day. ", "Okay. ", "Now this: ",
+    "Please: ", "I have a question. ", "So: ", "Something else: ", "Well then. ", "For my work: ", "My question: ", "Tell me: ", "Answer this: ",
+)  # fmt: skip
+_CLOSERS = (
+    " Thanks!",
+    " Thank you.",
+    " Please.",
+    " I am not sure.",
+    " It matters to me.",
+    " Be quick.",
+    " Thanks in advance!",
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+
+def held_out(name: str) -> bool:
+    """True if a name may occur only in held-out conversations."""
+    return hashlib.blake2b(name.lower().encode(), digest_size=2).digest()[0] % _HELD_OUT_SHARE == 0
+
+
+def in_words(value: int) -> str:
+    """A number below a hundred as it is said."""
+    if value < 20:
+        return _UNITS[value]
+    tens, units = _TENS[value // 10 - 2], value % 10
+    return f"{tens}-{_UNITS[units]}" if units else tens
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question, its reply, and the facts that decide whether the reply is right."""
+
+    task: str
+    says: tuple[Say, ...]  # the question; with a function's result also the call and the result
+    reply: tuple[Say, ...]
+    phrasing: str = ""  # the template; empty: it refers to an earlier turn
+    facts: dict[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = ()  # drawn from the open vocabulary
+    grade: Grade = Grade()
+    tags: tuple[str, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    response_format: tuple[str, str] | None = None
+    instructions: str = ""  # of the whole conversation: a name for the model
+    bare: str = ""  # the reply where only the result is wanted; empty: as it is
+
+
+class Source:
+    """Draws names, numbers and wordings that one split may use."""
+
+    def __init__(self, rng: Random, split: Split, wording: Split | None = None) -> None:
+        self.rng, self.split = rng, split
+        self.wording = wording or split  # which split questions are worded as; names are those of `split`
+
+    # ---- vocabulary ---------------------------------------------------------------------------
+
+    def name(self) -> str:
+        """A name from syllables, a code-like identifier, or a pair of real words; of this split."""
+        rng = self.rng
+        while True:
+            kind = rng.random()
+            if kind < 0.35:
+                name = words.invented(rng)
+            elif kind < 0.55:
+                pair = rng.choice(("aeiou", _CONSONANTS)), rng.choice((_CONSONANTS, "aeiou"))
+                name = "".join(rng.choice(pair[i % 2]) for i in range(rng.randint(4, 9)))
+                name = name.capitalize() if rng.random() < 0.7 else name
+            elif kind < 0.75:
+                letters = "".join(rng.choice(_CAPITALS) for _ in range(rng.randint(1, 3)))
+                name = f"{letters}{rng.choice(('-', '', '_'))}{rng.randint(10, 9999)}"
+            elif kind < 0.85:
+                name = f"{rng.choice(words.THINGS)}-{rng.randint(10, 9999)}"
+            else:
+                name = f"{rng.choice(words.THINGS)}{rng.choice(words.ITEMS)}"
+            if held_out(name) == (self.split == "held-out"):
+                return name
+
+    def names(self, count: int) -> list[str]:
+        drawn: dict[str, None] = {}
+        while len(drawn) < count:
+            drawn[self.name()] = None
+        return list(drawn)
+
+    def number(self, most: int = 3) -> int:
+        digits = self.rng.randint(1, most)
+        return self.rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
+
+    def ask(self, task: str, **fields: Any) -> tuple[str, str]:
+        """(template, question) of a task in `phrasings.py`."""
+        return self.fill(self.rng.choice(phrasings(task, self.wording)), **fields)
+
+    def pick(self, templates: Sequence[str]) -> str:
+        """A wording of a table whose last quarter is held out."""
+        held = len(templates) // _HELD_OUT_SHARE
+        return self.rng.choice(
+            templates[-held:] if self.wording == "held-out" and held else templates[: len(templates) - held]
+        )
+
+    def fill(self, template: str, **fields: Any) -> tuple[str, str]:
+        """(template, question), sometimes in lower case, with a number in words, with a typing error, or in training
+        with something said around it."""
+        for key, value in fields.items():
+            if isinstance(value, int) and value < 100 and self.rng.random() < 0.15:
+                fields[key] = in_words(value)
+        lower = self.rng.random() < 0.15
+        text = self.typo(template) if self.rng.random() < 0.05 else template
+        question = (text[0].lower() + text[1:] if lower else text).format(**fields)
+        if template.startswith("{v}") and not lower:  # a verb; names stay as they are
+            question = question[0].upper() + question[1:]
+        if self.wording == "train":
+            question = self.around(question)
+        return template, question
+
+    def around(self, question: str) -> str:
+        chance = self.rng.random()
+        if chance < 0.15:
+            return self.rng.choice(_OPENERS) + question
+        if chance < 0.25 and question[-1] in ".?!":
+            return question + self.rng.choice(_CLOSERS)
+        return question[:-1] if chance < 0.35 and question[-1] in ".?" else question
+
+    def typo(self, template: str) -> str:
+        """The template with two neighbouring letters of one longer word swapped."""
+        spots = [m for m in re.finditer(r"(?<![\w{])[a-z]{5,}(?![\w}])", template) if "{" not in m[0]]
+        if not spots:
+            return template
+        at = self.rng.choice(spots).start() + self.rng.randint(1, 3)
+        return f"{template[:at]}{template[at + 1]}{template[at]}{template[at + 2 :]}"
