@@ -20,6 +20,7 @@ from typing import Any
 
 from bench.checks.planted import sitecustomize
 from bench.measurement import Run, measurement, option
+from halfbyte.errors import UsageError
 from halfbyte.gates import parse
 from halfbyte.lab import receipts
 from halfbyte.lab.levels.protocol import FAIL, INVALID, PASS, Outcome, run_levels
@@ -39,14 +40,22 @@ NUMBERS: Mapping[str, Mapping[str, Any]] = {
     "the limit of SwiGLU is 2": {"swiglu_limit": 2.0},
     "the epsilon of the norms is 0.01": {"rms_norm_eps": 0.01},
     "the window is one page larger": {"sliding_window": 192},
+    "the factor of YaRN is 15": {"rope_scaling": {"factor": 15.0}},
+    "full layers come first": {"layer_types": ["full_attention", "sliding_attention"] * 4},
 }
 # Faults of a gate: only level 1.5 can see that it was ignored.
 GATES: Mapping[str, Mapping[str, str]] = {
     "--kv-dtype is ignored": {"kv_dtype": "fp8"},
     "--speculate is ignored": {"speculate": "ngram"},
 }
-# Faults that only a timed answer shows.
-TIMED = ("streamed tokens are made up", "streams are held back")
+# Faults that only a timed answer shows, and those that only many requests do.
+TIMED = (
+    "streamed tokens are made up",
+    "streams are held back",
+    "streamed prompts are cut",
+    "the first token is made up",
+)
+LOADED = ("one request in forty is taken for another", "requests of clients that leave go on")
 WORKS = Works((256,), (128,), repeats=2)
 FAULTS = (CONTROL, *NUMBERS, *sitecustomize.PATCHES)
 # Words of the checks that must find a fault; one of several is enough.
@@ -90,6 +99,20 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     "streams lose a piece": ("streams are their answers",),
     "streamed tokens are made up": ("the timed answer is not the engine's own", "timed answers are not greedy"),
     "streams are held back": ("held back and sent in a burst",),
+    "the factor of YaRN is 15": ("log probabilities of long prompts",),
+    "full layers come first": ("log probabilities of long prompts",),
+    "earlier turns are dropped": ("earlier turns are read",),
+    "instructions are dropped": ("instructions are read",),
+    "results of tools are dropped": ("a tool's result is read",),
+    "streamed calls lose a piece": ("a streamed call is its call",),
+    "streams lose reasoning": ("a stream is its answer",),
+    "calls end with stop": ("a required tool is called",),
+    "conversations that are cut off end with stop": ("an answer that is cut off says so",),
+    "seeds depend on neighbours": ("a seed gives the same tokens among others",),
+    "one request in forty is taken for another": ("a stream began",),
+    "requests of clients that leave go on": ("requests of clients that leave end",),
+    "streamed prompts are cut": ("the timed answer is not the engine's own", "timed answers are not greedy"),
+    "the first token is made up": ("the timed answer is not the engine's own", "timed answers are not greedy"),
 }
 
 
@@ -123,7 +146,11 @@ def faulty_subject(fault: str) -> Iterator[Subject]:
                 (model / file.name).symlink_to(file)
             config = json.loads((model / "config.json").read_text(encoding="utf-8"))
             (model / "config.json").unlink()
-            changes = {k: v for k, v in NUMBERS[fault].items() if k in config}
+            changes = {
+                key: {**config[key], **value} if isinstance(value, dict) else value
+                for key, value in NUMBERS[fault].items()
+                if key in config
+            }
             assert changes, f"{fault}: config.json has none of {', '.join(NUMBERS[fault])}"
             (model / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
         gates = parse(GATES.get(fault, {}), env={})
@@ -132,7 +159,9 @@ def faulty_subject(fault: str) -> Iterator[Subject]:
 
 def levels_of(fault: str) -> list[str]:
     """The level that must see a fault; every one of these levels must pass the control."""
-    return ["1.5", "2", "4"] if fault == CONTROL else ["1.5" if fault in GATES else "4" if fault in TIMED else "2"]
+    if fault == CONTROL:
+        return ["1.5", "2", "3", "4"]
+    return ["1.5" if fault in GATES else "3" if fault in LOADED else "4" if fault in TIMED else "2"]
 
 
 def outcomes_of(fault: str) -> list[Outcome]:
@@ -172,7 +201,9 @@ class Options:
 @measurement("faults", seconds=1800)
 def faults(run: Run, options: Options) -> None:
     run.sources |= receipts.hashes(receipts.sources_of([receipts.PACKAGE / "engine" / "build.py"], ("engine",)))
-    for fault in FAULTS:
-        if not options.names or any(word in fault for word in options.names):
-            cell = Cell("fault", "tiny", path="http", shape={"case": fault})
-            run.measure(cell, partial(measure, cell, fault))
+    chosen = [fault for fault in FAULTS if not options.names or any(word in fault for word in options.names)]
+    if not chosen:
+        raise UsageError(f"no fault has {' or '.join(map(repr, options.names))} in its name.")
+    for fault in chosen:
+        cell = Cell("fault", "tiny", path="http", shape={"case": fault})
+        run.measure(cell, partial(measure, cell, fault))

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import itertools
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-COMPLETIONS = "halfbyte.server.api.openai_completions"
+COMPLETIONS, CHAT = "halfbyte.server.api.openai_completions", "halfbyte.server.api.openai_chat"
+CONVERSATION = "halfbyte.server.answer.conversation"
 
 
 def _page_early(module: Any) -> None:
@@ -234,6 +237,152 @@ def _make_up(update: Any, number: int) -> None:
     update.tokens = [300 + (number + k) % 50 for k in range(len(update.tokens))]
 
 
+def _conversation(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Changes what was said before the model reads it, whatever the API."""
+
+    def patch(module: Any) -> None:
+        init = module.Conversation.__init__
+
+        def changed(self: Any, *args: Any, **more: Any) -> None:
+            init(self, *args, **more)
+            change(self)
+
+        module.Conversation.__init__ = changed
+
+    return patch
+
+
+def _last_turn(conversation: Any) -> None:
+    asked = [i for i, message in enumerate(conversation.messages) if message.role == "user"]
+    conversation.messages = conversation.messages[asked[-1] if asked else 0 :]
+
+
+def _no_instructions(conversation: Any) -> None:
+    conversation.instructions = None
+
+
+def _no_results(conversation: Any) -> None:
+    conversation.messages = [message for message in conversation.messages if message.role != "tool"]
+
+
+def _chat_pieces(lose: Callable[[list[Any], int], list[Any]]) -> Callable[[Any], None]:
+    """Changes the pieces of a streamed conversation; `lose` gets them with the number of updates before."""
+
+    def patch(module: Any) -> None:
+        pieces = module.ChatWriter._pieces
+        seen: dict[int, int] = {}
+
+        def changed(self: Any, update: Any) -> Any:
+            number = seen[id(self)] = seen.get(id(self), -1) + 1
+            update.pieces = lose(update.pieces, number)
+            return pieces(self, update)
+
+        module.ChatWriter._pieces = changed
+
+    return patch
+
+
+def _lose_kind(kind: str, every: int) -> Callable[[list[Any], int], list[Any]]:
+    return lambda pieces, number: [p for p in pieces if p.kind != kind or number % every]
+
+
+def _finishes(was: str, now: str) -> Callable[[Any], None]:
+    """Answers of conversations name another reason why they ended, in one piece and as streams."""
+
+    def patch(module: Any) -> None:
+        body, finish_json = module.ChatWriter._choice, module.finish_json
+
+        def choice(self: Any, *args: Any) -> dict[str, Any]:
+            out: dict[str, Any] = body(self, *args)
+            return {**out, "finish_reason": now if out["finish_reason"] == was else out["finish_reason"]}
+
+        module.ChatWriter._choice = choice
+        module.finish_json = lambda finish: finish_json(now if finish == was else finish)
+
+    return patch
+
+
+def _seed_of_neighbours(module: Any) -> None:
+    init = module.SamplingParams.__init__
+    last = [0.0, 0]
+
+    def neighbouring(self: Any, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        now = time.monotonic()
+        last[1] = last[1] + 1 if now - last[0] < 0.01 else 0
+        last[0] = now
+        if self.seed is not None:
+            object.__setattr__(self, "seed", self.seed + int(last[1]))
+
+    module.SamplingParams.__init__ = neighbouring
+
+
+_requests = itertools.count()
+
+
+def _now_and_then(ids: list[int]) -> list[int]:
+    """One short prompt in forty is taken for another."""
+    return ids if len(ids) != 24 or next(_requests) % 40 else [*ids[:-1], ids[-1] ^ 1, 7]
+
+
+def _no_cancel(module: Any) -> None:
+    send = module.EngineProcess._send
+
+    def sending(self: Any, message: Any) -> None:
+        if not isinstance(message, module.messages.Cancel):
+            send(self, message)
+
+    module.EngineProcess._send = sending
+
+
+def _short_streams(module: Any) -> None:
+    """Of a streamed request only the end of the prompt is read, and all of it is counted."""
+    generate, encoded, generation = module.generate_text, module._encoded, module.Generation
+
+    def generate_short(service: Any, body: Any, *args: Any, **more: Any) -> Any:
+        lengths: list[int] = []
+
+        def short(service: Any, prompts: Any) -> Any:
+            whole = encoded(service, prompts)
+            lengths.extend(map(len, whole))
+            return [ids[-32:] for ids in whole]
+
+        def counting(*args: Any, prompt_tokens: int, **more: Any) -> Any:
+            return generation(*args, prompt_tokens=sum(lengths), **more)
+
+        if not body.stream:
+            return generate(service, body, *args, **more)
+        module._encoded, module.Generation = short, counting
+        try:
+            return generate(service, body, *args, **more)
+        finally:
+            module._encoded, module.Generation = encoded, generation
+
+    module.generate_text = generate_short
+
+
+def _guess_first(module: Any) -> None:
+    """A token is made up and sent before anything was computed; the real one is left out."""
+    stream = module.TextWriter.stream
+
+    async def guessing(self: Any) -> Any:
+        if not self._with_ids:
+            async for part in stream(self):
+                yield part
+            return
+        choice = b'{"index":0,"text":" the","logprobs":null,"finish_reason":null,"token_ids":[300]}'
+        yield self.frame.chunk(choice, self.generation.totals)
+        first = True
+        async for updates in self.generation.batches():
+            for update in updates:
+                if first:
+                    update.tokens, update.pieces, first = update.tokens[1:], [], False
+            yield b"".join(self._chunk(update) for update in updates)
+        yield self.frame.end(self.generation.totals)
+
+    module.TextWriter.stream = guessing
+
+
 def _burst(module: Any) -> None:
     stream = module.TextWriter.stream
 
@@ -277,6 +426,18 @@ PATCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "streams lose a piece": (COMPLETIONS, _chunks(_lose)),
     "streamed tokens are made up": (COMPLETIONS, _chunks(_make_up)),
     "streams are held back": (COMPLETIONS, _burst),
+    "earlier turns are dropped": (CONVERSATION, _conversation(_last_turn)),
+    "instructions are dropped": (CONVERSATION, _conversation(_no_instructions)),
+    "results of tools are dropped": (CONVERSATION, _conversation(_no_results)),
+    "streamed calls lose a piece": (CHAT, _chat_pieces(_lose_kind("arguments", 3))),
+    "streams lose reasoning": (CHAT, _chat_pieces(_lose_kind("reasoning", 4))),
+    "calls end with stop": (CHAT, _finishes("tool_calls", "stop")),
+    "conversations that are cut off end with stop": (CHAT, _finishes("length", "stop")),
+    "seeds depend on neighbours": ("halfbyte.engine.request", _seed_of_neighbours),
+    "one request in forty is taken for another": (COMPLETIONS, _other_prompt(_now_and_then)),
+    "requests of clients that leave go on": ("halfbyte.engine.process", _no_cancel),
+    "streamed prompts are cut": (COMPLETIONS, _short_streams),
+    "the first token is made up": (COMPLETIONS, _guess_first),
 }
 
 

@@ -1,136 +1,33 @@
-"""Conversations over every API that an engine offers: OpenAI's chat completions and Responses, Anthropic, Ollama.
+"""Conversations over every API that an engine offers (`chat_apis.py`).
 
-Questions with known answers, a tool that must be called, and an answer that must fit a JSON schema. Whatever the API,
-no control token of harmony may stand in a text. An API that the engine does not have (404) is left out, and so is a
-feature that it refuses (400, 422, 501); both are named.
+Questions with known answers, some about an earlier turn, an instruction or a tool's result; a tool that must be called,
+and an answer that must fit a JSON schema. Whatever the API, no control token of harmony may stand in a text, a stream
+is the answer in one piece, and an answer that is cut off says so. An API that the engine does not have (404) is left
+out, and so is a feature that it refuses (400, 422, 501); both are named.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from halfbyte.errors import AskError
+from halfbyte.lab.levels.chat_apis import APIS, CITIES, TOOL, Api, Spoken, Turn
 from halfbyte.lab.peers.asker import Asker
 from halfbyte.lab.result import Check
 
-TOKENS = 320
+TOKENS, FEW = 320, 4  # of an answer at most; of one that is cut off
 QUESTIONS = (("what is 17+25?", "42"), ("what is 9+8?", "17"), ("what is 40+30?", "70"), ("what is 12-5?", "7"))
 RIGHT = 3  # of the questions, at least
 MISSING, REFUSED = ("HTTP 404", "HTTP 405"), ("HTTP 400", "HTTP 422", "HTTP 501")
-TOOL = "get_weather"
-CITIES = ["Oslo", "Paris", "Rome"]
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": CITIES}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 TOOL_QUESTION, SCHEMA_QUESTION = "What is the weather in Paris?", "Name a city as JSON with the key city."
-_FUNCTION = {"name": TOOL, "description": "The weather in a city.", "parameters": SCHEMA}
-
-
-@dataclass(frozen=True)
-class Spoken:
-    """An answer of any API."""
-
-    text: str
-    calls: list[tuple[str, Any]] = field(default_factory=list)  # name, arguments as JSON text or as an object
-    reasoning: str = ""
-
-
-@dataclass(frozen=True)
-class Api:
-    """How an API is asked, and how its answer is read."""
-
-    name: str
-    path: str
-    body: Callable[[str, str], dict[str, Any]]  # of a model and a question
-    read: Callable[[Any], Spoken]
-    read_stream: Callable[[str], tuple[str, bool]]  # the text of a stream, and whether it came to its end
-    tool: Mapping[str, Any] = field(default_factory=dict)  # what a body has more, to have the tool called
-    schema: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _messages(question: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": question}]
-
-
-def _chat(raw: Any) -> Spoken:
-    message = raw["choices"][0]["message"]
-    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
-    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    return Spoken(message.get("content") or "", calls, str(reasoning))
-
-
-def _responses(raw: Any) -> Spoken:
-    parts = [p for item in raw["output"] if item["type"] == "message" for p in item["content"]]
-    calls = [(item["name"], item["arguments"]) for item in raw["output"] if item["type"] == "function_call"]
-    return Spoken("".join(p.get("text", "") for p in parts), calls)
-
-
-def _anthropic(raw: Any) -> Spoken:
-    text = "".join(b["text"] for b in raw["content"] if b["type"] == "text")
-    return Spoken(text, [(b["name"], b["input"]) for b in raw["content"] if b["type"] == "tool_use"])
-
-
-def _events(body: str) -> list[Any]:
-    """The JSON of every event of a stream."""
-    lines = [line[5:].strip() for line in body.split("\n") if line.startswith("data:")]
-    return [json.loads(line) for line in lines if line and line != "[DONE]"]
-
-
-def _chat_stream(body: str) -> tuple[str, bool]:
-    text = "".join(e["choices"][0]["delta"].get("content") or "" for e in _events(body) if e.get("choices"))
-    return text, "data: [DONE]" in body
-
-
-def _responses_stream(body: str) -> tuple[str, bool]:
-    events = _events(body)
-    text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
-    return text, bool(events) and events[-1]["type"] == "response.completed"
-
-
-def _anthropic_stream(body: str) -> tuple[str, bool]:
-    events = _events(body)
-    deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
-    return "".join(d.get("text", "") for d in deltas), bool(events) and events[-1]["type"] == "message_stop"
-
-
-def _ollama_stream(body: str) -> tuple[str, bool]:
-    lines = [json.loads(line) for line in body.split("\n") if line.strip()]
-    text = "".join((e.get("message") or {}).get("content") or "" for e in lines)
-    return text, bool(lines) and bool(lines[-1].get("done"))
-
-
-def _ollama(raw: Any) -> Spoken:
-    message = raw["message"]
-    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
-    return Spoken(message.get("content") or "", calls, message.get("thinking") or "")
-
-
-APIS = (
-    Api("chat completions", "/v1/chat/completions",
-        lambda model, q: {"model": model, "messages": _messages(q), "max_tokens": TOKENS, "temperature": 0}, _chat,
-        _chat_stream, {"tools": [{"type": "function", "function": _FUNCTION}], "tool_choice": "required"},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA,
-                                                                     "strict": True}}}),
-    Api("Responses", "/v1/responses",
-        lambda model, q: {"model": model, "input": _messages(q), "max_output_tokens": TOKENS, "temperature": 0},
-        _responses, _responses_stream, {"tools": [{"type": "function", **_FUNCTION}], "tool_choice": "required"},
-        {"text": {"format": {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}}}),
-    Api("Anthropic messages", "/v1/messages",
-        lambda model, q: {"model": model, "messages": _messages(q), "max_tokens": TOKENS, "temperature": 0}, _anthropic,
-        _anthropic_stream, {"tools": [{"name": TOOL, "description": _FUNCTION["description"], "input_schema": SCHEMA}],
-         "tool_choice": {"type": "any"}}),
-    Api("Ollama chat", "/api/chat",
-        lambda model, q: {"model": model, "messages": _messages(q), "stream": False,
-                          "options": {"temperature": 0, "num_predict": TOKENS}}, _ollama,
-        _ollama_stream, {}, {"format": SCHEMA}),
-)  # fmt: skip
+NAMES = ("Anna", "Bruno")  # that an earlier turn has
+INSTRUCTION = "Give only the answer and nothing else."
+ARGUMENTS, RESULT = '{"city": "Paris"}', ("Sunny, 21 degrees", "21")  # a tool's result, and the figure in it
+Feature = Callable[[Asker, Api], Check]
 
 
 def conversation_checks(asker: Asker, gaps: list[str], *, judged: bool = True) -> list[Check]:
@@ -139,7 +36,7 @@ def conversation_checks(asker: Asker, gaps: list[str], *, judged: bool = True) -
     checks: list[Check] = []
     for api in APIS:
         try:
-            answers = [talk(asker, api, question) for question, _ in QUESTIONS]
+            answers = [talk(asker, api, asked(question)) for question, _ in QUESTIONS]
         except AskError as e:
             if str(e).startswith(MISSING):
                 continue
@@ -147,21 +44,13 @@ def conversation_checks(asker: Asker, gaps: list[str], *, judged: bool = True) -
                 raise
             gaps.append(f"{api.name}: the engine refuses a question, so that the API was not judged ({str(e)[:120]}).")
             continue
-        right = sum(a in _numbers(s.text) for (_, a), s in zip(QUESTIONS, answers))
         if judged:
-            wrong = next((s.text for (_, a), s in zip(QUESTIONS, answers) if a not in _numbers(s.text)), "")
-            note = f"for example {wrong[:60]!r}" if right < len(QUESTIONS) else ""
-            checks.append(Check(f"{api.name}: right answers", right >= RIGHT, right, RIGHT, note))
+            checks.append(answer_check(api.name, answers))
         checks.append(control_check(api.name, answers))
-        checks.append(stream_check(asker, api, answers[0]))
-        for title, more, question, check in (
-            ("a required tool", api.tool, TOOL_QUESTION, tool_check),
-            ("a JSON schema", api.schema, SCHEMA_QUESTION, schema_check),
-        ):
-            if not more:
-                continue
+        checks.append(stream_check(asker, api, asked(QUESTIONS[0][0]), answers[0], "a stream is its answer"))
+        for title, feature in features_of(api, judged=judged):
             try:
-                checks.append(check(api.name, talk(asker, api, question, more)))
+                checks.append(feature(asker, api))
             except AskError as e:
                 if not str(e).startswith(REFUSED):
                     raise
@@ -169,8 +58,30 @@ def conversation_checks(asker: Asker, gaps: list[str], *, judged: bool = True) -
     return checks
 
 
-def talk(asker: Asker, api: Api, question: str, more: Mapping[str, Any] | None = None) -> Spoken:
-    raw = asker.post(api.path, api.body(asker.model, question) | dict(more or {}))
+def features_of(api: Api, *, judged: bool) -> list[tuple[str, Feature]]:
+    """What an API can be asked besides a plain question; some of it needs a model that was trained."""
+    features: list[tuple[str, Feature]] = [("a limit of tokens", cut_check)]
+    if api.required:
+        features += [("a required tool", tool_check), ("a streamed call", call_stream_check)]
+    if api.schema:
+        features.append(("a JSON schema", schema_check))
+    if judged:
+        features += [
+            ("earlier turns", memory_check),
+            ("instructions", instruction_check),
+            ("a tool's result", result_check),
+        ]
+    return features
+
+
+def asked(question: str) -> list[Turn]:
+    return [Turn("user", question)]
+
+
+def talk(
+    asker: Asker, api: Api, turns: Sequence[Turn], more: Mapping[str, Any] | None = None, tokens: int = TOKENS
+) -> Spoken:
+    raw = asker.post(api.path, {"model": asker.model, **api.body(turns, tokens), **(more or {})})
     try:
         return api.read(raw)
     except (LookupError, TypeError, AttributeError) as e:
@@ -181,43 +92,113 @@ def _numbers(text: str) -> list[str]:
     return re.findall(r"\d+", text.replace(",", ""))
 
 
-def control_check(name: str, answers: list[Spoken]) -> Check:
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def answer_check(name: str, answers: Sequence[Spoken]) -> Check:
+    wrong = [s.text for (_, answer), s in zip(QUESTIONS, answers) if answer not in _numbers(s.text)]
+    note = f"for example {wrong[0][:60]!r}" if wrong else ""
+    right = len(answers) - len(wrong)
+    return Check(f"{name}: right answers", right >= RIGHT, right, RIGHT, note)
+
+
+def control_check(name: str, answers: Sequence[Spoken]) -> Check:
     leaks = [s for s in answers if "<|" in s.text + s.reasoning or not s.text.strip()]
     note = f"for example {(leaks[0].text or leaks[0].reasoning)[:60]!r}" if leaks else ""
     return Check(f"{name}: texts without control tokens", not leaks, len(leaks), 0, note)
 
 
-def stream_check(asker: Asker, api: Api, complete: Spoken) -> Check:
-    """The deltas of a stream, joined, against the answer in one piece."""
-    body = asker.post(api.path, api.body(asker.model, QUESTIONS[0][0]) | {"stream": True})
+def stream_check(
+    asker: Asker, api: Api, turns: Sequence[Turn], complete: Spoken, what: str, more: Mapping[str, Any] | None = None
+) -> Check:
+    """The deltas of a stream, joined, against the answer in one piece: text, reasoning, calls and how it ended."""
+    body = {"model": asker.model, **api.body(turns, TOKENS), **(more or {}), "stream": True}
+    events = asker.post(api.path, body)
     try:
-        text, ended = api.read_stream(body)
+        streamed, ended = api.read_stream(events)
+        streamed, complete = comparable(streamed), comparable(complete)
     except (ValueError, LookupError, TypeError, AttributeError) as e:
-        text, ended = f"({type(e).__name__}: {e})", False
-    note = "" if ended else "the stream has no end"
-    if text != complete.text:
-        note = f"{text[:40]!r} instead of {complete.text[:40]!r}"
-    return Check(f"{api.name}: a stream is its answer", ended and text == complete.text, note=note)
+        note = f"the stream cannot be read ({type(e).__name__}: {e})"
+        return Check(f"{api.name}: {what}", False, note=note)
+    note = ""
+    for part in ("finish", "reasoning", "calls", "text"):
+        a, b = getattr(streamed, part), getattr(complete, part)
+        if a != b:
+            note = f"{part} {str(a)[:60]!r} instead of {str(b)[:60]!r}"
+    note = note if ended else "the stream has no end"
+    return Check(f"{api.name}: {what}", not note, note=note)
 
 
-def tool_check(name: str, spoken: Spoken) -> Check:
-    problem = ""
+def comparable(spoken: Spoken) -> Spoken:
+    """With the arguments of calls as values. ValueError where they are no JSON."""
+    calls = [(name, json.loads(a) if isinstance(a, str) else a) for name, a in spoken.calls]
+    return replace(spoken, calls=calls)
+
+
+def cut_check(asker: Asker, api: Api) -> Check:
+    spoken = talk(asker, api, asked(QUESTIONS[0][0]), tokens=FEW)
+    note = "" if spoken.finish == "length" else f"an answer of {FEW} tokens ended with {spoken.finish!r}"
+    return Check(f"{api.name}: an answer that is cut off says so", not note, note=note)
+
+
+def tool_check(asker: Asker, api: Api) -> Check:
+    spoken = talk(asker, api, asked(TOOL_QUESTION), {**api.offer, **api.required})
     if not spoken.calls:
         problem = f"no call: {spoken.text[:60]!r}"
     elif spoken.calls[0][0] != TOOL:
         problem = f"called {spoken.calls[0][0]!r}"
     else:
         problem = misfit(spoken.calls[0][1])
-    return Check(f"{name}: a required tool is called", not problem, note=problem)
+    if not problem and spoken.finish != "call":
+        problem = f"the answer with the call ended with {spoken.finish!r}"
+    return Check(f"{api.name}: a required tool is called", not problem, note=problem)
 
 
-def schema_check(name: str, spoken: Spoken) -> Check:
-    problem = misfit(spoken.text)
-    return Check(f"{name}: an answer fits its schema", not problem, note=problem)
+def call_stream_check(asker: Asker, api: Api) -> Check:
+    more, turns = {**api.offer, **api.required}, asked(TOOL_QUESTION)
+    return stream_check(asker, api, turns, talk(asker, api, turns, more), "a streamed call is its call", more)
+
+
+def schema_check(asker: Asker, api: Api) -> Check:
+    problem = misfit(talk(asker, api, asked(SCHEMA_QUESTION), api.schema).text)
+    return Check(f"{api.name}: an answer fits its schema", not problem, note=problem)
+
+
+def memory_check(asker: Asker, api: Api) -> Check:
+    """What was said two turns ago."""
+    wrong = []
+    for name in NAMES:
+        turns = [Turn("user", f"My name is {name}."), Turn("assistant", f"Nice to meet you, {name}.")]
+        text = talk(asker, api, [*turns, *asked("What is my name?")]).text
+        if name not in text:
+            wrong.append(f"{text[:60]!r} for {name}")
+    return Check(
+        f"{api.name}: earlier turns are read", not wrong, len(NAMES) - len(wrong), len(NAMES), "; ".join(wrong)
+    )
+
+
+def instruction_check(asker: Asker, api: Api) -> Check:
+    """An instruction that changes the form of an answer, and not what it says."""
+    question, answer = QUESTIONS[0]
+    text = talk(asker, api, [Turn("system", INSTRUCTION), *asked(question)]).text
+    bare = re.sub(r"[\s.*`$]", "", text) == answer
+    return Check(
+        f"{api.name}: instructions are read", bare, note="" if bare else f"{text[:60]!r} instead of {answer!r}"
+    )
+
+
+def result_check(asker: Asker, api: Api) -> Check:
+    """What a tool gave back, after its call."""
+    result, figure = RESULT
+    turns = [*asked(TOOL_QUESTION), Turn("call", ARGUMENTS), Turn("result", result)]
+    text = talk(asker, api, turns, api.offer).text
+    right = figure in _numbers(text)
+    note = "" if right else f"{text[:60]!r} after {result!r}"
+    return Check(f"{api.name}: a tool's result is read", right, note=note)
 
 
 def misfit(value: Any) -> str:
-    """How JSON text, or a value, does not fit SCHEMA; empty if it does."""
+    """How JSON text, or a value, does not fit the schema; empty if it does."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -45,6 +45,7 @@ REFERENCES = Path(__file__).parent / "references"
 MOST = 320  # tokens of an answer
 COUNTS, LENGTHS = (1, 7, 33), (7, 65, 300)  # tokens of answers, and of prompts
 SEEDS = (1, 2, 3)
+NEIGHBOURS, DRAWN = 12, 6  # requests with seeds at once, and tokens of each
 LENGTH = 0.10  # by which the mean length may differ
 MARGIN = 1.0  # nats: where the reference is surer than this, its token is the only right one
 MATCH = 0.7  # of the tokens, at least, come before the first difference
@@ -121,9 +122,7 @@ def find_reference(subject: Subject) -> Path | None:
 def ask_suite(asker: Asker, suite: Suite, tokenizer: Tokenizer, logprobs: int | None = None) -> SuiteAnswers:
     prompts = [item.prompt for item in suite.items(tokenizer)]
     replies: list[Reply] = []
-    for reply in asker.ask_all([Question(p, tokens=MOST, logprobs=logprobs) for p in prompts], AT_ONCE):
-        if isinstance(reply, AskError):
-            raise reply
+    for reply in map(_answered, asker.ask_all([Question(p, tokens=MOST, logprobs=logprobs) for p in prompts], AT_ONCE)):
         if reply.tokens is None:
             raise AskError("this engine gives no token ids, without which answers cannot be compared token by token")
         replies.append(reply)
@@ -184,7 +183,7 @@ def check_correctness(
         if engine.launch.renders_chat:
             checks += conversation_checks(engine.asker, gaps, judged=subject.model.path is not None)
         else:
-            gaps.append("this engine cannot render conversations of this model, so that they were not judged.")
+            gaps.append("This engine cannot render conversations of this model, so that they were not judged.")
         for sentence in gaps:
             unproven(detail, sentence)
         checks += score_checks(subject, engine, detail)
@@ -198,11 +197,11 @@ def check_correctness(
                 figure("mean_length", "tokens", statistics.mean(r.completion_tokens for r in answers.replies))
             )
             if reference is None:
-                unproven(detail, "no reference for this model: accuracy is reported and not judged")
+                unproven(detail, "No reference for this model: accuracy is reported and not judged.")
             else:
                 checks += reference_checks(subject, answers, reference, detail)
         else:
-            unproven(detail, "no suite and no reference for this model: its answers were not judged")
+            unproven(detail, "No suite and no reference for this model: its answers were not judged.")
     except AskError as e:
         return subject.failed(cell, engine, engine.failure(f"{subject.peer.name} did not answer: {e}"), checks)
     return subject.judged(cell, engine, checks, figures, detail)
@@ -213,21 +212,25 @@ def unproven(detail: dict[str, Any], sentence: str) -> None:
 
 
 def score_checks(subject: Subject, engine: PeerProcess, detail: dict[str, Any]) -> list[Check]:
-    """Log probabilities against the reference's, where the engine scores prompts and a reference is to be had."""
+    """Answers at once against the same ones alone; and, where the engine scores prompts and a reference is to be had,
+    log probabilities against the reference's."""
+    scores = True
     try:
         score(engine.asker, [5, 6, 7, 8])
     except AskError as e:
-        unproven(detail, f"this engine scores no prompts, so that its log probabilities were not measured ({e}).")
-        return []
-    if subject.gates.sinks == "off":
-        unproven(detail, "without sinks the log probabilities are wrong, and were not measured.")
-        return []
-    checks = decode_checks(subject, engine.asker)
+        unproven(detail, f"This engine scores no prompts, so that its log probabilities were not measured ({e}).")
+        scores = False
+    checks = decode_checks(subject, engine.asker, scores=scores)
     if (preempted := preemption_check(subject)) is not None:
         checks.append(preempted)
+    if not scores:
+        return checks
+    if subject.gates.sinks == "off":
+        unproven(detail, "Without sinks the log probabilities are wrong, and were not measured.")
+        return checks
     table = find_table(subject, REFERENCES)
     if table is None:
-        unproven(detail, "there is no reference of this model's log probabilities, or no room to compute it.")
+        unproven(detail, "There is no reference of this model's log probabilities, or no room to compute it.")
         return [*checks, coherence_check(engine.asker)] if subject.model.path is not None else checks
     return [*checks, *table_checks(subject, engine.asker, table, detail)]
 
@@ -346,7 +349,32 @@ def seed_checks(asker: Asker) -> list[Check]:
         Check("the same seed gives the same tokens", first == again),
         Check("other seeds give others", any(o != first for o in others)),
         Check("greedy gives the same tokens twice", greedy[0] == greedy[1]),
+        neighbour_check(asker),
     ]
+
+
+def neighbour_check(asker: Asker) -> Check:
+    """Sampled answers alone and beside others. A draw close to an edge may fall otherwise where a batch rounds
+    otherwise, which half of the answers are forgiven for."""
+    questions = [
+        Question("Once upon a time", tokens=DRAWN, temperature=1.0, seed=seed, exactly=True)
+        for seed in range(NEIGHBOURS)
+    ]
+    sides = []
+    for at_once in (1, NEIGHBOURS):
+        replies = asker.ask_all(questions, at_once)
+        sides.append([reply.tokens or (reply.text,) for reply in map(_answered, replies)])
+    other = sum(a != b for a, b in zip(*sides))
+    return Check(
+        "a seed gives the same tokens among others", other <= NEIGHBOURS // 2, other, NEIGHBOURS // 2,
+        f"of {NEIGHBOURS} answers, which others ran beside",
+    )  # fmt: skip
+
+
+def _answered(reply: Reply | AskError) -> Reply:
+    if isinstance(reply, AskError):
+        raise reply
+    return reply
 
 
 def reference_checks(

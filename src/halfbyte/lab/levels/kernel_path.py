@@ -103,7 +103,7 @@ def check_path(subject: Subject, gates: Gates | None = None) -> Result:
     detail: dict[str, Any] = {"observed": evidence.observed[:60], "witness": witness(evidence)}
     unproven = [c for c in checks if not c.ok and c.note.startswith(NOTHING)]
     if evidence.silent:
-        detail[UNPROVEN] = ["nothing says which kernels ran: neither a record, nor a log, nor a trace."]
+        detail[UNPROVEN] = ["Nothing says which kernels ran: neither a record, nor a log, nor a trace."]
     elif unproven:
         detail[UNPROVEN] = [f"{c.what}: {c.note}" for c in unproven]
     record = (evidence.record or {}).get("record")
@@ -156,7 +156,15 @@ def witness(evidence: PathEvidence) -> str:
 
 # Only what a line says it uses; what follows "out of" is what it might have used.
 _SAYS = re.compile(
-    r"\b(using|selected|enabled|will use|chose|capturing|captured|running with|llama_kv_cache: size)\b", re.IGNORECASE
+    r"\b(using|selected|enabled|will use|chose|capturing|captured|running with|llama_kv_cache: size|"
+    r"model buffer size)\b",
+    re.IGNORECASE,
+)
+# And only where it speaks of what computes: an engine also uses threads for HTTP, and selects a slot for a request.
+_COMPUTES = re.compile(
+    r"kernel|backend|att(?:ention|n)|moe|expert|linear|gemm|quant|mxfp|fp[48]|b?f(?:p|loat)?(?:16|32)|marlin|cutlass|"
+    r"triton|trtllm|flashinfer|graph|kv|cache|buffer|specul|draft|n-?gram|eagle",
+    re.IGNORECASE,
 )
 _MIGHT = re.compile(
     r"\bout of\b|\bpotential\b|\bavailable\b|\bsupported\b.*:|\bcandidates?\b|\bnot using\b", re.IGNORECASE
@@ -179,7 +187,7 @@ def read_log(path: Path) -> tuple[str, ...]:
     statements = []
     for line in lines:
         claim = line if FALLBACK.search(line) else _MIGHT.split(line)[0]
-        if FALLBACK.search(claim) or _SAYS.search(claim):
+        if FALLBACK.search(claim) or (_SAYS.search(claim) and _COMPUTES.search(claim)):
             statements.append(claim.strip()[:300])
     return tuple(dict.fromkeys(statements))
 

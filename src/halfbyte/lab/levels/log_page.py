@@ -188,7 +188,9 @@ def _overall(report: ProtocolReport) -> Iterator[str]:
     complete = report.ok and not missing
     part = f" (not yet: level {', '.join(missing)} did not run)" if report.ok and not complete else ""
     yield f"- [{'x' if complete else ' '}] READY TO MERGE{part}"
-    issues = "; ".join(f"level {o.level} {o.verdict}: {_line((o.reasons or ['a check failed'])[0])}" for o in bad)
+    issues = "; ".join(
+        f"level {o.level} {o.verdict}: {_line((o.reasons or ['a check failed'])[0]).rstrip('.')}" for o in bad
+    )
     yield f"- [{'x' if bad and not blocked else ' '}] NEEDS FIXES{f' ({issues})' if bad and not blocked else ''}"
     yield f"- [{'x' if blocked else ' '}] BLOCKED{f' ({issues})' if blocked else ''}"
 

@@ -95,9 +95,10 @@ class Outcome:
     @property
     def sentence(self) -> str:
         """The verdict in one line: the worst check, how many of how many, and what to do."""
+        count = self.count[:1].upper() + self.count[1:]
         if self.verdict == PASS:
-            return f"{self.count}."
-        return f"{self.count}. {(self.reasons or ['Nothing was measured.'])[0]} {self.advice}"
+            return f"{count}."
+        return f"{count}. {(self.reasons or ['Nothing was measured.'])[0]} {self.advice}"
 
     @property
     def count(self) -> str:

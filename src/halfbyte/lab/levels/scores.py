@@ -238,36 +238,50 @@ def long_prompts(subject: Subject) -> list[list[int]]:
     return make_prompts(subject, (1000, 2112, 4000))[::2]
 
 
-def decode_checks(subject: Subject, asker: Asker) -> list[Check]:
-    """Answers alone, scored again as prompts: what a token got while it was decoded, it must get when it is read. Then
-    the same questions 8, 16 and 64 at once, with prefix hits: each token as alone, as far as a margin decides. They
-    are asked with log probabilities and without: engines take greedy tokens of plain requests by a shorter path."""
+def decode_checks(subject: Subject, asker: Asker, *, scores: bool = True) -> list[Check]:
+    """Answers alone, scored again as prompts (`scores`): what a token got while it was decoded, it must get when it is
+    read. Then the same questions 8, 16 and 64 at once, with prefix hits: each token as alone, as far as a margin
+    decides. They are asked with log probabilities and without: engines take greedy tokens of plain requests by a
+    shorter path."""
     bound = 2 * bound_of(subject)
-    alone: list[Reply] = []
-    checks = []
-    for name, prompts in (
-        ("answers scored again as prompts", shared_prompts(subject)),
-        ("answers to similar prompts scored again", similar_prompts(subject)),
-        ("answers to long prompts scored again", long_prompts(subject)),
-    ):
-        subject.progress(f"correctness: {name}")
-        questions = [Question(p, tokens=DECODED, logprobs=2, exactly=True) for p in prompts]
-        replies = _replies(asker, questions, 1)
-        off: list[float] = []
-        for prompt, reply in zip(prompts, replies):
-            again = score(asker, [*prompt, *(reply.tokens or ())])[len(prompt) - 1 :]
-            off.append(statistics.fmean(abs(a - b) for a, b in zip(reply.logprobs, again)))
-        worst = sorted(off)[-2]  # of one answer a router's near tie may decide
-        note = f"{sum(o > bound for o in off)} of {len(off)} answers differ"
-        checks.append(Check(name, worst <= bound, _finite(worst), bound, note))
-        alone = alone or replies
     questions = [Question(p, tokens=DECODED, logprobs=2, exactly=True) for p in shared_prompts(subject)]
+    subject.progress("correctness: answers alone")
+    alone = _replies(asker, questions, 1)
+    checks = []
+    if scores:
+        checks.append(again_check(asker, "answers scored again as prompts", questions, alone, bound))
+        for name, prompts in (
+            ("answers to similar prompts scored again", similar_prompts(subject)),
+            ("answers to long prompts scored again", long_prompts(subject)),
+        ):
+            subject.progress(f"correctness: {name}")
+            asked = [Question(p, tokens=DECODED, logprobs=2, exactly=True) for p in prompts]
+            checks.append(again_check(asker, name, asked, _replies(asker, asked, 1), bound))
     plain = [replace(q, logprobs=None) for q in questions]
     for count in TOGETHER_COUNTS:
         subject.progress(f"correctness: {count} requests at once")
         checks.append(together_check(asker, questions, alone, count, bound))
         checks.append(together_check(asker, plain, alone, count, bound, "without log probabilities "))
     return checks
+
+
+def again_check(
+    asker: Asker, name: str, questions: Sequence[Question], replies: Sequence[Reply], bound: float
+) -> Check:
+    """The log probabilities of answers against those that the same tokens get as a prompt."""
+    off: list[float] = []
+    for question, reply in zip(questions, replies):
+        again = score(asker, [*_ids(question), *(reply.tokens or ())])[len(question.prompt) - 1 :]
+        off.append(statistics.fmean(abs(a - b) for a, b in zip(reply.logprobs, again)))
+    # Of one answer a router's near tie may decide; what is no number is never forgiven.
+    worst = sorted(off)[-2] if all(map(math.isfinite, off)) else math.inf
+    note = f"{sum(not o <= bound for o in off)} of {len(off)} answers differ"
+    return Check(name, worst <= bound, _finite(worst), bound, note)
+
+
+def _ids(question: Question) -> Sequence[int]:
+    assert not isinstance(question.prompt, str)
+    return question.prompt
 
 
 def together_check(
@@ -304,7 +318,7 @@ def difference(alone: Reply, other: Reply, bound: float) -> AnswerDifference | N
         if other.logprobs:
             off.append(abs(alone.logprobs[at] - other.logprobs[at]))
     mean = statistics.fmean(off or [0.0])
-    if mean > bound:
+    if not mean <= bound:  # or no number
         return AnswerDifference(mean, f"log probabilities differ by {mean:.2f} nats a token")
     return None
 

@@ -1,30 +1,35 @@
 """Level 3: does the engine stand? Many requests, one after another and at once, long prompts and long answers.
 
 Every request must be answered, with the text of its tokens, streams to their end and with the content of the same
-answer in one piece; the engine must live and be healthy afterwards, its memory must not grow and it must leave no
-zombies. Each kind of work runs once before memory is first looked at: what is made when it is first needed is no leak.
-Nothing is timed.
+answer in one piece; requests whose clients leave must end; the engine must live and be healthy afterwards, its memory
+must not grow and it must leave no zombies. Each kind of work runs once before memory is first looked at: what is made
+when it is first needed is no leak. Nothing is timed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from halfbyte.errors import AskError
-from halfbyte.lab.levels.correctness import text_problem
+from halfbyte.lab.levels.correctness import MARGIN, text_problem
+from halfbyte.lab.levels.scores import margin_of
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.options import StressCounts
-from halfbyte.lab.peers.asker import Question, Reply
+from halfbyte.lab.peers.asker import Asker, Question, Reply
 from halfbyte.lab.peers.process import PeerProcess
 from halfbyte.lab.result import Check, Result, figure
 from halfbyte.model import load
 
 GROWTH = 0.10
 ORDINARY_TOKENS = range(300, 1500)  # token ids
-MIXED = 0.1  # of the streams may begin otherwise than their answer in one piece: a near tie falls either way
+MIXED = 0.1  # of the streams may begin otherwise than their answer in one piece, all by a near tie
+LONG = 8  # times a long answer: one that nobody waits for would take more than LEAVE_S
+LEAVE_S = 5.0  # for requests whose clients have left
+RUNNING = "(?:halfbyte_requests_running|vllm:num_requests_running|sglang:num_running_reqs|llamacpp:requests_processing)"
 SLACK = 16 << 20  # bytes: an allocator's grain, which is more than a tenth of a very small engine
 
 
@@ -57,6 +62,28 @@ def _alike(a: Reply, b: Reply) -> bool:
     return a.text[:4] == b.text[:4]
 
 
+def first_margin(asker: Asker, prompt: list[int]) -> float:
+    """Nats between the two best first tokens of an answer; 0 where the engine does not name them."""
+    reply = asker.ask(Question(prompt, tokens=1, logprobs=2, exactly=True))
+    return margin_of(reply.top[0]) if reply.top else 0.0
+
+
+def leaving_check(asker: Asker, prompts: Sequence[list[int]], tokens: int) -> Check | None:
+    """Clients that leave after the first bytes of long answers: their requests must end. None for an engine that does
+    not say how many requests run."""
+    with contextlib.ExitStack() as clients:
+        for prompt in prompts:
+            clients.enter_context(asker.opened(Question(prompt, tokens=tokens, exactly=True)))
+        running = asker.metric(RUNNING)
+    if not running:
+        return None
+    deadline = time.monotonic() + LEAVE_S
+    while (left := asker.metric(RUNNING)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    note = f"{left:.0f} of {running:.0f} still ran {LEAVE_S:g} s after their clients had left" if left else ""
+    return Check("requests of clients that leave end", not left, int(left), 0, note)
+
+
 def check_stress(subject: Subject, engine: PeerProcess, counts: StressCounts) -> Result:
     cell = subject.cell(
         "stress", sequential=counts.sequential, load=counts.load, at_once=counts.at_once, tokens=counts.tokens
@@ -74,11 +101,14 @@ def check_stress(subject: Subject, engine: PeerProcess, counts: StressCounts) ->
         short = [r for r in replies if isinstance(r, Reply) and r.completion_tokens != tokens]
         errors += [f"{r.completion_tokens} tokens instead of {tokens}" for r in short]
         errors += [problem for r in replies if isinstance(r, Reply) and (problem := text_problem(r, tokenizer))]
-        mixed = [
-            f"a stream began {b.text[:24]!r}, its answer in one piece {a.text[:24]!r}"
-            for a, b in zip(replies[::2], replies[1::2])
-            if isinstance(a, Reply) and isinstance(b, Reply) and not _alike(a, b)
-        ]
+        mixed = []
+        for prompt, a, b in zip(prompts, replies[::2], replies[1::2]):
+            if isinstance(a, Reply) and isinstance(b, Reply) and not _alike(a, b):
+                sentence = f"a stream began {b.text[:24]!r}, its answer in one piece {a.text[:24]!r}"
+                if (margin := first_margin(engine.asker, prompt)) > MARGIN:
+                    errors.append(f"{sentence}, by a margin of {margin:.2f} nats")
+                else:
+                    mixed.append(sentence)
         return Tally(many, tuple(errors), tuple(mixed))
 
     work: dict[str, Callable[[], Tally]] = {
@@ -105,6 +135,11 @@ def check_stress(subject: Subject, engine: PeerProcess, counts: StressCounts) ->
         if not all(c.ok for c in checks[-2:]):
             return subject.judged(cell, engine, checks)
         checks.pop()
+    subject.progress("stress: clients that leave")
+    prompts = [ids(24, next(seeds)) for _ in range(counts.at_once)]
+    longest = load.config_of(subject.model).max_context - len(prompts[0]) - 1
+    if (left := leaving_check(engine.asker, prompts, min(longest, LONG * counts.generation))) is not None:
+        checks.append(left)
     time.sleep(counts.settle_s)
     after, zombies = engine.memory_bytes(), engine.zombies()
     checks.append(Check("healthy afterwards", engine.asker.healthy(engine.launch.health, subject.limits.request_s)))

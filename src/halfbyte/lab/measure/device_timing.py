@@ -115,7 +115,7 @@ def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
         return float(model.config.top_k), "one row"
     for regime in REGIMES[REGIMES.index(model.plan.regime(step)) :]:
         bound = model.plan.bound[regime]
-        if bound[0].phase.taps:
+        if bound[0].phase.choices:
             with uncounted():
                 choices = choices_of(model, step)
             return statistics.fmean(len(torch.unique(layer)) for layer in choices), f"router of {regime}"

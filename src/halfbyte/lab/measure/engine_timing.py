@@ -370,7 +370,7 @@ def _choices(model: GptOss, ids: Tensor, steps: int) -> Tensor | None:
         if at == end:
             continue
         step = prefill_step(model, cache, ids[at:end], at)
-        if model.plan.bound[model.plan.regime(step)][0].phase.taps:
+        if model.plan.bound[model.plan.regime(step)][0].phase.choices:
             layers.append(list(choices_of(model, step)))
             continue
         acts = Activations()

@@ -7,14 +7,15 @@ says which.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -153,7 +154,7 @@ class Asker:
             self.last.append(PastRequest(at, str(body)[:200], 0, outcome, time.perf_counter() - begin))
 
     def ask(self, question: Question) -> Reply:
-        body = native_body(question) if self._native else question.body(self.model) | {"return_token_ids": True}
+        body = self._body(question)
         begun, at = time.perf_counter(), time.time()
         outcome = "no answer"
         try:
@@ -167,6 +168,19 @@ class Asker:
             prompt = question.prompt if isinstance(question.prompt, str) else f"{len(question.prompt)} token ids"
             self.last.append(PastRequest(at, prompt[:200], question.tokens, outcome, time.perf_counter() - begun))
 
+    @contextlib.contextmanager
+    def opened(self, question: Question) -> Iterator[None]:
+        """A streamed answer, from its first bytes to the end of the block, where its client leaves."""
+        body = self._body(replace(question, stream=True))
+        try:
+            with self._http.stream("POST", self._path, json=body) as answer:
+                if answer.status_code != 200:
+                    raise AskError(f"HTTP {answer.status_code}: {answer.read()[:300].decode(errors='replace')}")
+                next(answer.iter_raw(), None)
+                yield
+        except httpx.HTTPError as e:
+            raise AskError(f"the connection failed ({_reason(e)})") from None
+
     def ask_all(self, questions: Sequence[Question], at_once: int) -> list[Reply | AskError]:
         """Each question's reply, or why it has none; `at_once` of them under way together."""
 
@@ -179,10 +193,17 @@ class Asker:
         with ThreadPoolExecutor(at_once, thread_name_prefix="asker") as pool:
             return list(pool.map(one, questions))
 
+    @property
+    def _path(self) -> str:
+        return "/completion" if self._native else "/v1/completions"
+
+    def _body(self, question: Question) -> dict[str, Any]:
+        return native_body(question) if self._native else question.body(self.model) | {"return_token_ids": True}
+
     def _answer(self, body: Mapping[str, Any]) -> Reply:
         begun = time.perf_counter()
         try:
-            answer = self._http.post("/completion" if self._native else "/v1/completions", json=body)
+            answer = self._http.post(self._path, json=body)
         except httpx.TimeoutException:
             raise AskError(f"no answer within {self.timeout_s:g} s") from None
         except httpx.HTTPError as e:

@@ -58,9 +58,10 @@ class LlamaCppPeer:
         command = [str(llamacpp.built() / "llama-server"), "-m", str(file), "--host", "127.0.0.1"]
         command += ["--port", str(setup.port), "-t", threads, "--parallel", str(SLOTS), "--kv-unified"]
         command += ["-c", str(min(context, 8192) * 2), "--no-webui", "--metrics"]
+        command += ["-lv", "4"]  # so that its log says what computes, and in which format the cache is
         command += ["--cache-ram", "0"]  # else it keeps every prompt in memory, which looks like a leak
         if gates.kv_dtype in KV:
-            command += ["-ctk", KV[gates.kv_dtype], "-ctv", KV[gates.kv_dtype], "-lv", "4"]  # so that its log tells
+            command += ["-ctk", KV[gates.kv_dtype], "-ctv", KV[gates.kv_dtype]]
         if setup.device == "cpu":
             command += ["-ngl", "0"]
         environment = {"GGML_CUDA_DISABLE_GRAPHS": "1"} if gates.graphs == "off" else {}

@@ -64,8 +64,11 @@ class EngineVerdicts:
     def unranked(self) -> str:
         """Why its figures take no place among others; empty for an engine that passed levels 1 to 3."""
         verdicts = {v.level: v.verdict for v in self.levels}
-        missing = [f"level {n} {verdicts.get(n, 'did not run')}" for n in RANKED if verdicts.get(n) != "PASS"]
-        return f"not ranked: {', '.join(missing)}" if missing else ""
+        others = [f"level {n} {verdicts[n]}" for n in RANKED if verdicts.get(n, "PASS") != "PASS"]
+        if missing := [n for n in RANKED if n not in verdicts]:
+            *some, last = missing
+            others.append(f"level{'s' * bool(some)} {' and '.join(filter(None, (', '.join(some), last)))} did not run")
+        return f"not ranked: {', '.join(others)}" if others else ""
 
 
 RANKED = ("1", "1.5", "2", "3")  # levels that an engine must have passed
