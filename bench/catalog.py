@@ -44,6 +44,8 @@ MODULES = (
     "bench.experiments.rehearsal",
     "bench.experiments.eagle_acceptance",
     "bench.experiments.two_trees",
+    "bench.experiments.tile_loop",
+    "bench.experiments.one_stream",
     "bench.peers.llamacpp",
     "bench.peers.second_instrument",
     "bench.leaderboard",

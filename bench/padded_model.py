@@ -20,7 +20,7 @@ from halfbyte.formats.tensor import MXTensor
 from halfbyte.gates import Gates
 from halfbyte.model import checkpoint, load
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss, arch_of, choose, resolved
+from halfbyte.model.gpt_oss import GptOss, arch_of, choose, resolved
 from halfbyte.model.weights import Matrix, Source, WeightFormat, join_rows
 
 NEVER = -10000.0  # bias of an idle expert's router row
@@ -85,9 +85,9 @@ def load_padded(gates: Gates, device: torch.device | str, folder: Path = load.EM
     source = checkpoint.open_model(folder)
     arch = arch_of(device)
     try:
-        padded = PaddedSource(source)
-        gates = resolved(gates, CHECKPOINT_FORMATS, arch)
-        choice = choose(padded.config, gates, arch)
+        padded, stored = PaddedSource(source), load.formats_in(source)
+        gates = resolved(gates, stored, arch)
+        choice = choose(padded.config, gates, arch, stored)
         weights = checkpoint.assemble(
             padded, layer_formats=gates.layer_formats, scale_heads=choice.spec.kv_dtype == "fp8",
             half_rows=load.half_rows(choice, arch),

@@ -26,7 +26,7 @@ TEXT = (
     "How many apples are there? Then sort these words: pear, fig, apple, plum.<|end|><|start|>assistant"
 )
 # Relative error of all logits against the plain model's through the same plan. Moves by powers of two change no bit of
-# a product. Permutations change the order of float32 sums, after which a value may round to another int8 code.
+# a product. Permutations and a larger router change float32 sums, after which a value may round to another int8 code.
 BOUND, REORDERED_INT8 = 1e-5, 0.05
 PLANS = {"reference": replace(REFERENCE, kv_dtype="f32", activation="f32"), "cpu": EXACT_FORM, "cpu-int8": Gates()}
 
@@ -58,7 +58,7 @@ def test_the_same_function_has_the_same_tokens(tmp_path: Path, name: str, plan: 
     if variant.tokens is not None:
         logits = logits[:, place]
     expected = plain_logits(plan)
-    bound = REORDERED_INT8 if plan == "cpu-int8" and "permuted" in name else BOUND
+    bound = REORDERED_INT8 if plan == "cpu-int8" and name.endswith(("permuted", "float32")) else BOUND
     assert (logits - expected).norm() / expected.norm() <= bound
     assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
 

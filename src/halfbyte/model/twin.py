@@ -265,8 +265,9 @@ def probes(config: ModelConfig, formats: Mapping[str, str], device: torch.device
     both = torch.cat((torch.ones(count), -torch.ones(count))).to(device).double()[:, None]
     col = at.tolist()
 
-    # Within the 16 octaves that fp8 products hold in a row, and past 2^1, where grouped products shift every scale.
-    wide = (-4, 11) if formats["lm_head"] == "mxfp4" else (-3, 1)
+    # Within the 16 octaves that fp8 products hold in a row, and past 2^1, where grouped products shift every scale. Of
+    # q8 down to float16's smallest number, because a quarter of the scales of gpt-oss-20b's `o` are subnormal.
+    wide = (-4, 11) if formats["lm_head"] == "mxfp4" else (-19, 1)
     drawn = draw(formats["lm_head"], c.vocab, c.hidden, *wide, device, 1)
     value, unit = drawn.column(at)
     raw = AMPLITUDE / rms

@@ -154,7 +154,8 @@ class Phase(ABC):
     mixes: bool = False  # runs all layers in one piece, and takes other formats in other layers
     host_experts: bool = False  # multiplies experts of which some are in host memory; others refuse those
     row_octaves: int | None = None  # between the MXFP4 scales of a row that it holds; None: any
-    taps: bool = False  # runs all layers in one piece, and leaves what a step's `taps` and `choices` ask for
+    taps: bool = False  # runs all layers in one piece, and leaves what a step's `taps` ask for
+    choices: bool = False  # the same of a step's `choices`
     category: str = "other"  # of its time in a profile: moe, linear, attention, norm, router, quantise, sample, other
 
     def answers(self, axis: str) -> tuple[str, ...]:

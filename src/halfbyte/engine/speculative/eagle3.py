@@ -222,9 +222,11 @@ class HiddenTap:
     def __init__(self, target: GptOss, boundaries: tuple[int, ...]) -> None:
         self.target = target
         self.boundaries = boundaries or (target.config.layers,)
-        self._one_piece = all(len(bound) == 1 and bound[0].phase.taps for bound in target.plan.bound.values())
+        self._one_piece = {
+            regime: len(bound) == 1 and bound[0].phase.taps for regime, bound in target.plan.bound.items()
+        }
         for regime, bound in target.plan.bound.items():
-            if not self._one_piece and sum(b.phase.covers[-1] == "moe" for b in bound) != target.config.layers:
+            if not self._one_piece[regime] and sum(b.phase.covers[-1] == "moe" for b in bound) != target.config.layers:
                 raise PlanError(
                     f"EAGLE-3 reads hidden states between layers, but {bound[0].phase.name} ({regime}) runs them in "
                     f"one piece; use --enforce-eager or other kernels."
@@ -232,7 +234,7 @@ class HiddenTap:
 
     def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
         """(logits, joined hidden states [R, n * H])."""
-        if self._one_piece:
+        if self._one_piece[self.target.plan.regime(step)]:
             acts = self.target.plan.run(replace(step, taps=self.boundaries))
             return acts.logits, torch.cat(acts.taps.unbind(), dim=-1)
         acts = Activations()

@@ -44,7 +44,7 @@ class CpuStep(Phase):
     )
     rank = 100
     category = "other"  # all of them at once
-    taps = True
+    taps = choices = True
     row_invariant = True
     mixes = True
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.checks.decode_oracle import last_layer
 from halfbyte.errors import PlanError
 from halfbyte.kernels.cuda.decode.shape import LayerArgs, OtherFormat, StepArgs, StepShape
 from halfbyte.kernels.cuda.decode.step import DecodeStep
@@ -245,3 +246,33 @@ def test_on_a_gpu(name: str, kv: str) -> None:
     for i, p in enumerate(positions):
         at = p if isinstance(p, list) else [p]
         compare(case, [(37 * (r + 1) + 11 * i) % shape.vocab for r in range(len(at))], at, row_seq, LOOSE)
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 4), (2, 11)])
+def test_hidden_states_that_were_asked_for(rows: int, blocks: int) -> None:
+    """In the order that was asked, with an embedding's and the last layer's: what enters a layer is what left the one
+    before it, by the build that ends there. More blocks than tiles of qkv must not leave gaps."""
+    shape = replace(small(rows), taps=True)
+    case = Case(shape, Emulator(blocks), rows, 4)
+    tokens, positions = [3, 77][:rows], [100, 5][:rows]
+    plain = Case(small(rows), Emulator(blocks), rows, 4)
+    for step in (case.step, plain.step):
+        step.tokens.copy_(torch.tensor(tokens, dtype=torch.int32))
+        step.positions.copy_(torch.tensor(positions, dtype=torch.int32))
+    plain.step.run()
+    last = shape.layers
+    found = case.step.run(taps=(last, 1, 0))
+    assert found.shape == (3, rows, shape.hidden)
+    assert torch.equal(case.step.logits, plain.step.logits)
+    assert torch.equal(found[2], case.step.weights.embed[torch.tensor(tokens)].float())
+    assert torch.equal(found[0], last_layer(plain.step)["x"])
+    one = replace(shape, layers=1, ring=shape.slots, taps=False)
+    weights = replace(plain.step.weights, layers=list(plain.step.weights.layers)[:1])
+    first = DecodeStep(one, weights, Emulator(blocks), pool=plain.pool.clone(), tables=plain.tables, rope=plain.rope)
+    first.tokens.copy_(case.step.tokens)
+    first.positions.copy_(case.step.positions)
+    first.run()
+    assert torch.equal(found[1], last_layer(first)["x"])
+    assert case.step.run().shape == (0, rows, shape.hidden)
+    with pytest.raises(PlanError, match="at 8 places, not at 9"):
+        case.step.run(taps=range(9))

@@ -19,7 +19,7 @@ constexpr bool ALONE = ROWS <= 2;  // one part: every seat does it for itself; w
 // The row's key range and its cut into parts depend on the row alone: the same row gives the same bits in any batch.
 HB_DEV int parts_of(int pages, bool sliding) {
   if (sliding || pages <= WHOLE) return 1;
-  int n = (pages + 1) / 2;
+  int n = (pages + HB_PART_PAGES - 1) / HB_PART_PAGES;
   return n < SPLITS ? n : SPLITS;
 }
 HB_DEV void key_range(const Shared& sh, int row, bool sliding, int& from, int& to, int& first, int& pages) {

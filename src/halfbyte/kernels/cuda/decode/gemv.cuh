@@ -58,6 +58,12 @@ struct Worker {
     if (thread == 0) stamp(p, block, layer, phase * 4 + i);
   }
   HB_DEV_MEMBER void sync() const { sync_some<1, WORK_THREADS>(); }
+  // Behind a barrier that the warps reached with words of other blocks: what was written before these is seen from here on.
+  HB_DEV_MEMBER void acquire() const {
+    if (!ACQUIRE) return;
+    if (thread == 0) fence_gpu();
+    sync();
+  }
   HB_DEV_MEMBER u32 full(int slot) const { return base + HB_AT(full) + slot * 8; }
   HB_DEV_MEMBER u32 empty(int slot) const { return base + HB_AT(empty) + slot * 8; }
   HB_DEV_MEMBER u32 ring(int slot) const { return base + slot * SLOT_BYTES; }
@@ -113,7 +119,7 @@ struct FromExpert {  // the hidden values of one expert of the list: rows that d
   HB_DEV_MEMBER float take(const Raw& r, Parts& a, Parts& b) const { return all.take(r, a, b); }
 };
 
-HB_DEV float bf16_at(const u16* p, int i) { return as_float((u32)p[i] << 16); }
+HB_DEV float bf16_at(const u16* p, size_t i) { return as_float((u32)p[i] << 16); }
 
 // Norm weight times residual, a sum of ADDED contributions; the root of the squares comes last. A value is a word of its
 // own here: the even lane has 0, 1, 4, 5, the odd lane 2, 3, 6, 7. None added: rows of the embedding, in the first layer.
@@ -185,6 +191,16 @@ template <int FORMAT, int K> HB_DEV bool find_values(const Worker& w, int set, i
   return row < w.rows && n < T::MINE && chunk < T::chunks_in(piece);
 }
 
+// HB_ONE_POLLER. One word in every K / 32 of the first row; the rest comes within the time that the others take to wake.
+template <int K, class Source> HB_DEV void wait_as_a_block(Worker& w, const Source& source) {
+  if (w.warp == 0) {
+    Patience patience;
+    HB_ROLLED
+    while (warp_ballot(source.on(0) && !source.ready(0, 0, w.lane * (K / 32)))) patience.wait(0x312);
+  }
+  w.sync();
+}
+
 // Every warp fetches its own part of x: all of it at once, in the hope that it is there, which it is for a block that comes
 // late. Blocks that come early look again, at all of it or (HB_PROBE) at a few words, and fetch the rest when those are there:
 // that is one more trip to L2, but 132 blocks that look at everything all the time can keep the writers out.
@@ -196,6 +212,7 @@ template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, O
   u32 mine[GROUPS_AT_ONCE];
   HB_UNROLL
   for (int j = 0; j < GROUPS_AT_ONCE; j++) mine[j] = opaque(w.lane / 8 / LANE_ROWS == j);
+  if (HB_ONE_POLLER) wait_as_a_block<K>(w, source);
   HB_UNROLL
   for (int first = 0; first < ALL; first += BATCH) {
     typename Source::Raw raw[BATCH] = {};
@@ -253,7 +270,8 @@ template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, O
 
 // ---- one tile -------------------------------------------------------------------------------------------------------
 
-template <int FORMAT> HB_DEV void multiply_step(const Chunk<FORMAT>& chunk, int step, float (&d)[4], u32 b0, u32 b1) {
+template <int FORMAT> using DecodeChunk = Chunk<FORMAT, HB_BY_PRODUCT>;
+template <int FORMAT> HB_DEV void multiply_step(const DecodeChunk<FORMAT>& chunk, int step, float (&d)[4], u32 b0, u32 b1) {
   u32 a[4];
   chunk.operands(step, a);
   mma(d, a[0], a[1], a[2], a[3], b0, b1);
@@ -322,7 +340,7 @@ template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Op
     if (left > 0) {
       if (T::OWN) wait_bar(w.full(at.slot), at.phase, 0x301);
       const u32 from = (T::OWN ? at.slot : at.ahead(slot).slot) * SLOT_BYTES;
-      Chunk<FORMAT> chunk[T::EACH];
+      DecodeChunk<FORMAT> chunk[T::EACH];
       u32 scales[SCALES];
       HB_UNROLL
       for (int c = 0; c < T::EACH; c++) { chunk[c].load(way.words + from + c * T::CHUNK, 0); loaded ^= chunk[c].loaded(); }
@@ -403,6 +421,7 @@ HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before befor
     w.at = at;
     w.mark(2);
     w.sync();
+    if (first == 0) w.acquire();
     if (w.warp * 32 < n * ROWS * 16) {
       const float* r = w.sh.red[w.buffer] + (tile < n ? tile * SIZE + row * 16 + m : 0);
       float part[4] = {}, sum[WIDE];

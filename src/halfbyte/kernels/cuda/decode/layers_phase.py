@@ -29,7 +29,7 @@ class AllLayers(WholeStep):
         step_for = self.steps(b, step_weights(b, head=False), b.layer_pools)
 
         def launch(step: Step, acts: Activations) -> None:
-            acts.x = run_step(step_for, step).residual[: step.rows]
+            acts.x = run_step(step_for, step)[0].residual[: step.rows]
 
         return launch
 

@@ -55,7 +55,9 @@
 //  - 3. pairs a release with loads that are relaxed (FromResidual, box_load): by PTX's memory model a race. It holds on
 //    the hardware because all of these words are read and written at L2, past L1, and what a reader does next depends
 //    on the values it read: tests/kernels/cuda/test_memory_order.py tries every order of such a machine, and shows what
-//    breaks without the release or without the dependency. An acquire would drop the L1's norms and biases in every phase.
+//    breaks without the release or without the dependency. An acquire would drop the L1's norms and biases in every phase;
+//    where the argument has not been tried on the hardware (off SM90: two dies may mean two copies of a word) one thread
+//    of a block makes one in each phase, behind the barrier that all warps reach with what they read (HB_ACQUIRE).
 //  - Counts have room for 511 (x, mid) and 2047 contributions (logits: 682 blocks); the first is asserted here, the second by
 //    the host (step.py), who knows the grid.
 //

@@ -20,7 +20,7 @@ template <int FORMAT> HB_DEV void multiply_piece(const Worker& w, Cursor at, int
   u32 here[GROUPS_AT_ONCE];  // one where a group is this lane's: a product with it takes another pipe than a selection would
   HB_UNROLL
   for (int j = 0; j < GROUPS_AT_ONCE; j++) here[j] = opaque(own == j ? 1u : 0u);
-  float acc[SETS][2] = {}, d[SETS][4] = {};
+  float acc[SETS][2] = {}, d[SETS][HB_O_CHAINS][4] = {};
   HB_UNROLL
   for (int slot = 0; slot < P::SLOTS_EACH; slot++, at.advance(1)) {
     wait_bar(w.full(at.slot), at.phase, 0x320);
@@ -28,7 +28,7 @@ template <int FORMAT> HB_DEV void multiply_piece(const Worker& w, Cursor at, int
     u32 loaded = 0;
     HB_ROLLED
     for (int c = 0; c < P::EACH; c += AT_ONCE) {
-      Chunk<FORMAT> chunk[AT_ONCE];
+      DecodeChunk<FORMAT> chunk[AT_ONCE];
       u32 scales[PASSES];
       HB_UNROLL
       for (int i = 0; i < AT_ONCE; i++) { chunk[i].load(base + (c + i) * P::CHUNK, w.lane); loaded ^= chunk[i].loaded(); }
@@ -51,12 +51,18 @@ template <int FORMAT> HB_DEV void multiply_piece(const Worker& w, Cursor at, int
           const u32 mask = GROUPS_AT_ONCE == 1 ? 1u : here[j];
           HB_UNROLL
           for (int s = 0; s < SETS; s++) {
-            multiply_step(chunk[group / 2], group % 2 * 2, d[s], x[s].x * mask, x[s].y * mask);
-            multiply_step(chunk[group / 2], group % 2 * 2 + 1, d[s], x[s].z * mask, x[s].w * mask);
+            multiply_step(chunk[group / 2], group % 2 * 2, d[s][2 * j % HB_O_CHAINS], x[s].x * mask, x[s].y * mask);
+            multiply_step(chunk[group / 2], group % 2 * 2 + 1, d[s][(2 * j + 1) % HB_O_CHAINS], x[s].z * mask, x[s].w * mask);
           }
         }
         HB_UNROLL
-        for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(FORMAT == BF16 ? 0u : scales[pass], d[s], acc[s][0], acc[s][1]);
+        for (int s = 0; s < SETS; s++) {
+          HB_UNROLL
+          for (int c = 1; c < HB_O_CHAINS; c++)
+            HB_UNROLL
+            for (int i = 0; i < 4; i++) { d[s][0][i] += d[s][c][i]; d[s][c][i] = 0.f; }
+          apply_scales<FORMAT>(FORMAT == BF16 ? 0u : scales[pass], d[s][0], acc[s][0], acc[s][1]);
+        }
       }
     }
     sync_warp();
@@ -74,7 +80,7 @@ template <int FORMAT> HB_DEV void multiply_piece(const Worker& w, Cursor at, int
 }
 
 // So many contributions to every logit: one from every set of every block and kv head.
-HB_DEV u32 router_contributions(int grid) { return (u32)((grid > KV_HEADS ? grid : KV_HEADS) * ROUTER_SETS); }
+HB_DEV u32 router_contributions(int grid) { return (u32)((grid > KV_HEADS ? grid : KV_HEADS) * (HB_ROUTER_JOINED ? 1 : ROUTER_SETS)); }
 // In fixed point: where every contribution is below it, their sum has at most 31 bits before the point.
 HB_DEV i64 router_limit(int grid) { return (i64)((1u << 31) / router_contributions(grid)) << (32 - LOGIT_COUNT); }
 
@@ -161,14 +167,28 @@ template <int FORMAT> HB_DEV void project(Worker& w, const Layer& l, int kv_head
         }
     }
   }
-  if (set < ROUTER_SETS)
+  if (HB_ROUTER_JOINED) {  // merge's place: attention is through with it
+    if (set > 0 && set < ROUTER_SETS)
+      HB_UNROLL
+      for (int i = 0; i < ROUTER_ROWS * ROUTER_EACH; i++) {
+        const int row = i / ROUTER_EACH * 4 + t, tile = which + i % ROUTER_EACH * ROUTER_WARPS;
+        if (row < w.rows && tile < EXPERTS / 16)
+          HB_UNROLL
+          for (int j = 0; j < 2; j++) sh.joined.sum[set - 1][row][tile * 16 + g + 8 * j] = total[i / ROUTER_EACH][i % ROUTER_EACH][j];
+      }
+    w.sync();
+  }
+  if (set < (HB_ROUTER_JOINED ? 1 : ROUTER_SETS))
     HB_UNROLL
     for (int i = 0; i < ROUTER_ROWS * ROUTER_EACH; i++) {
       const int row = i / ROUTER_EACH * 4 + t, tile = which + i % ROUTER_EACH * ROUTER_WARPS;
       if (row < w.rows && tile < EXPERTS / 16)
         HB_UNROLL
         for (int j = 0; j < 2; j++) {
-          const i64 sum = total[i / ROUTER_EACH][i % ROUTER_EACH][j];
+          i64 sum = total[i / ROUTER_EACH][i % ROUTER_EACH][j];
+          if (HB_ROUTER_JOINED)
+            HB_UNROLL
+            for (int other = 0; other < ROUTER_SETS - 1; other++) sum += sh.joined.sum[other][row][tile * 16 + g + 8 * j];
           if (sum >= router_limit(w.grid) || sum <= -router_limit(w.grid)) break_row(row, AT_ROUTER);
           box_add(logits + ((size_t)row * ROUTER_COPIES + w.block % ROUTER_COPIES) * EXPERTS + tile * 16 + g + 8 * j, contribution<LOGIT_COUNT>(sum));
         }

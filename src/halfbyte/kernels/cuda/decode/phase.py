@@ -8,14 +8,16 @@ more than they would. An fp8 cache is served when it is asked for by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from halfbyte.architectures import GPUS
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.decode.shape import KV_DTYPES, PAGE, ROW_SIZES, OtherFormat, StepShape, build_of
+from halfbyte.kernels.cuda.decode.shape import KV_DTYPES, PAGE, ROW_SIZES, SPLITS, OtherFormat, StepShape, build_of
 from halfbyte.kernels.cuda.decode.step import DecodeStep, StepLayer, StepWeights, tile_router
 from halfbyte.kernels.cuda.device.host import FORMATS, gpu
 from halfbyte.kernels.cuda.phase import CudaPhase
@@ -40,6 +42,13 @@ def usual_and_other(spec: Spec, role: str) -> tuple[str, OtherFormat | None]:
     )
 
 
+def most_parts(arch: Arch, kv_heads: int) -> int:
+    """Parts that a long context is cut into at most: two rounds of the blocks of a kv head where these are few. By the
+    architecture's largest GPU, so that the bits do not depend on the card."""
+    blocks = max((g.multiprocessors // kv_heads for g in GPUS.values() if g.arch == arch.name), default=0)
+    return min(SPLITS, 2 * blocks) or SPLITS
+
+
 def shape_of(spec: Spec, arch: Arch, rows: int) -> StepShape:
     (qkv, other_qkv), (o, other_o) = usual_and_other(spec, "qkv"), usual_and_other(spec, "o")
     return StepShape(
@@ -60,6 +69,9 @@ def shape_of(spec: Spec, arch: Arch, rows: int) -> StepShape:
         kv=spec.kv_dtype,
         shared=arch.shared_memory,
         units="bulk_copies" not in arch.features,
+        splits=most_parts(arch, spec.kv_heads),
+        acquire=arch.family != "sm90",
+        keep_shared=arch.family != "sm90",  # on SM90 it lost (docs/LOG.md)
     )
 
 
@@ -81,8 +93,10 @@ class WholeStep(CudaPhase):
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         if reason := self.refuse_family(arch):
             return reason
-        if gates.speculate.startswith("eagle3"):
-            return "runs all layers in one piece, and EAGLE-3 reads hidden states between them"
+        if gates.speculate.startswith("eagle3") != self.taps:
+            if self.taps:
+                return "leaves hidden states between layers, which nobody but EAGLE-3 reads"
+            return "leaves no hidden states between layers, which EAGLE-3 reads; cuda.tapped_decode_step does"
         if spec.head_dim != 64 or spec.top_k != 4:
             return f"needs head_dim 64 and top-4, not {spec.head_dim} and top-{spec.top_k}"
         if spec.page_size != PAGE or spec.kv_dtype not in KV_DTYPES:
@@ -111,7 +125,7 @@ class WholeStep(CudaPhase):
         return self.shape(spec, arch, next(r for r in ROW_SIZES if r >= arch.limits.decode)).refuse()
 
     def shape(self, spec: Spec, arch: Arch, rows: int) -> StepShape:
-        return shape_of(spec, arch, rows)
+        return replace(shape_of(spec, arch, rows), taps=self.taps)
 
     def layouts(self, spec: Spec) -> dict[str, str]:
         return {"embed": "plain"} | dict.fromkeys((*self.dense, "gate_up", "down"), "tile16")
@@ -125,7 +139,10 @@ class WholeStep(CudaPhase):
         step_for = self.steps(b, step_weights(b), lambda: [b.kv_pool()])
 
         def launch(step: Step, acts: Activations) -> None:
-            kernel, rows = run_step(step_for, step), step.rows
+            kernel, taps = run_step(step_for, step)
+            rows = step.rows
+            if step.taps:
+                acts.taps = taps
             logit_count = step.logit_rows.shape[0]
             acts.logits = kernel.logits[:rows] if logit_count == rows else kernel.logits[step.logit_rows.long()]
 
@@ -158,12 +175,12 @@ class WholeStep(CudaPhase):
         return step_for
 
 
-def run_step(step_for: StepFor, step: Step) -> DecodeStep:
+def run_step(step_for: StepFor, step: Step) -> tuple[DecodeStep, Tensor]:
+    """The kernel that ran, and what it left at the step's taps."""
     kernel = step_for(next(r for r in ROW_SIZES if r >= step.rows))
     tables = step.block_tables["sliding"].contiguous(), step.block_tables["full"].contiguous()
     kernel.read(step.tokens.contiguous(), step.positions.contiguous(), step.row_sequence.contiguous(), tables)
-    kernel.run(step.rows)
-    return kernel
+    return kernel, kernel.run(step.rows, step.taps)
 
 
 def step_weights(b: Binding, *, head: bool = True) -> StepWeights:
@@ -203,4 +220,12 @@ def _bf16(name: str, t: Tensor) -> Tensor:
     return out
 
 
-PHASES: tuple[Phase, ...] = (WholeStep(),)
+class TappedStep(WholeStep):
+    """The same with EAGLE-3's hidden states, which the kernel writes beside the step. A build of its own: without a
+    draft head nobody pays for it."""
+
+    name = "cuda.tapped_decode_step"
+    taps = True
+
+
+PHASES: tuple[Phase, ...] = (WholeStep(), TappedStep())

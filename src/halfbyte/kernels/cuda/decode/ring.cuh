@@ -65,6 +65,9 @@ struct Feeder {  // a lane of the feeding warp that feeds
   int window, lane;  // slots asked for at most; of the warp
   int filled = 0;    // slots
 
+  HB_DEV_MEMBER void shared(bool by_several) {  // who else copies what comes next
+    if (KEEP_SHARED) policy = by_several ? ordinary_policy() : streaming_policy();
+  }
   // A slot for so many bytes; then copies into it, which come to that.
   HB_DEV_MEMBER void open(u32 bytes) {
     if (SMALL_SLOTS) open_here(at.slot, at.phase, filled, window, bytes);

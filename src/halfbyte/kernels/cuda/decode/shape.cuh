@@ -16,6 +16,23 @@ static_assert(HIDDEN % 64 == 0 && INTER % 64 == 0 && QKV % 16 == 0 && VOCAB % 16
 static_assert(EXPERTS % 32 == 0 && EXPERTS <= 256, "a warp holds all router logits");
 static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "rows");
 
+// ---- builds on trial (bench/experiments/one_stream.py), 0 or absent in every plan ------------------------------------
+#ifndef HB_BY_PRODUCT  // register 2 of a word by a product instead of a shift: Chunk<MXFP4, true>
+#define HB_BY_PRODUCT 0
+#endif
+#ifndef HB_O_CHAINS  // sums that the products of a piece of o take in turn
+#define HB_O_CHAINS 1
+#endif
+#ifndef HB_PART_PAGES  // the fewest pages of a part, where a sequence has fewer than SPLITS of them
+#define HB_PART_PAGES 2
+#endif
+#ifndef HB_ROUTER_JOINED  // a block adds its router sums up before it sends them, instead of one set of warps at a time
+#define HB_ROUTER_JOINED 0
+#endif
+#ifndef HB_ONE_POLLER  // one warp looks at some words of a vector until they are there, the others wait at the block's barrier
+#define HB_ONE_POLLER 0
+#endif
+
 // ---- weight formats ----------------------------------------------------------------------------------------------
 constexpr int SLOT_BYTES = HB_SLOT_BYTES;           // of the ring (step.py)
 
@@ -31,8 +48,10 @@ constexpr int PAGE_SLOTS = PAGE_WHOLE ? 1 : 2;
 constexpr int LANE_ROWS = ROWS < 4 ? ROWS : 4;  // batch rows in one set of 8 mma columns (a high and a low column each)
 constexpr int SETS = ROWS / LANE_ROWS;
 constexpr int GROUPS_AT_ONCE = 4 / LANE_ROWS;   // k groups that share one accumulator, in columns of their own
-constexpr int SPLITS = 16;                      // most parts a sequence's keys are cut into
+constexpr int SPLITS = HB_SPLITS;                // most parts a sequence's keys are cut into
 constexpr int ROUTER_COPIES = 4;                // of the logit accumulators, against contention
+constexpr bool ACQUIRE = HB_ACQUIRE;            // one thread of a block acquires in every phase: see mailbox.cuh
+constexpr bool KEEP_SHARED = HB_KEEP_SHARED;    // what several blocks copy stays in L2: a window's pages, the router's columns
 constexpr int ROUTER_SETS = 3, ROUTER_WARPS = WORKERS / ROUTER_SETS;  // of warps, that take the tiles in turn
 constexpr int ROUTER_EACH = (EXPERTS / 16 + ROUTER_WARPS - 1) / ROUTER_WARPS;  // times 16 experts to a warp of a set
 constexpr int ROUTER_BYTES = EXPERTS * 32, ROUTER_FIT = SLOT_BYTES / ROUTER_BYTES;  // of 16 columns; these in a slot
@@ -118,6 +137,8 @@ struct Step {
   u32* control;                        // epoch, arrivals
   u32* failure;                        // host memory: where a wait was given up, and by whom
   u64* trace;                          // [grid][LAYERS + 1][32] clocks, or null (HB_TRACE)
+  float* taps;                         // [bits of tap_layers][rows][HIDDEN] (HB_TAPS)
+  u64 tap_layers;                      // bit b: the residual that enters layer b; of LAYERS: that leaves the last one
   float norm_eps, swiglu_limit, swiglu_alpha;
   int rows;                            // rows in use, at most ROWS
   int max_blocks, page_layers;
@@ -130,7 +151,7 @@ HB_MIRRORED(Layer, qkv, o, gate_up, down, qkv_bias, o_bias, gate_up_bias, down_b
 HB_MIRRORED(Layer, qkv, o, gate_up, down, qkv_bias, o_bias, gate_up_bias, down_bias, attn_norm, mlp_norm, router, router_bias, sinks)
 #endif
 HB_MIRRORED(Step, layers, embed, final_norm, head, tokens, positions, row_seq, sliding_table, full_table, pool, rope, logits_out,
-            next_tokens, box.x, box.mid, box.logits, box.qkv, box.part, box.h, box.best, box.broken, control, failure, trace, norm_eps,
+            next_tokens, box.x, box.mid, box.logits, box.qkv, box.part, box.h, box.best, box.broken, control, failure, trace, taps, tap_layers, norm_eps,
             swiglu_limit, swiglu_alpha, rows, max_blocks, page_layers, advance)
 
 struct Routing {
@@ -157,6 +178,7 @@ struct Unit {  // of attention: one row, one part of its pages, for the seat's k
 constexpr int ATTN_HEAD = HEAD_DIM + 8, ATTN_PART = GROUP * ATTN_HEAD + 32;  // padded: lanes meet no bank twice
 constexpr int MERGE_ROW = HEAD_DIM + 4;
 constexpr int ATTENDING = WORKERS / 4 * 4;  // warps: four to a page
+struct JoinedLogits { i64 sum[ROUTER_SETS - 1][HB_ROUTER_JOINED ? ROWS : 1][HB_ROUTER_JOINED ? EXPERTS : 1]; };
 struct Merge { alignas(16) float o[ATTENDING][GROUP][MERGE_ROW]; float top[ATTENDING][GROUP]; float sum[ATTENDING][GROUP]; };
 
 struct Shared {  // a constant address, so that every phase can be a function of its own with its own registers
@@ -164,6 +186,7 @@ struct Shared {  // a constant address, so that every phase can be a function of
   union {
     float red[2][RED_TILES * WORKERS * 16];  // sums of the warps: [tile][warp of the team][row][16]
     Merge merge;
+    JoinedLogits joined;
   };
   alignas(16) u16 q[2][GROUP][HEAD_DIM + 8];    // high and low halves; rows padded so that eight lanes meet no bank twice
   u16 fresh[2][16][HEAD_DIM];  // keys and values of this step's own tokens

@@ -13,15 +13,17 @@ from pathlib import Path
 
 import torch
 
-from halfbyte.kernels.cuda.device.host import FLOAT, FORMATS, INT, POINTER, fields, options
+from halfbyte.kernels.cuda.device.host import FLOAT, FORMATS, INT, LONG, POINTER, fields, options
 from halfbyte.kernels.cuda.phase import BULK_COPY, MMA_SYNC, WGMMA
 from halfbyte.kernels.launch import Build, Program
 
 FOLDER = Path(__file__).parent
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-PAGE, HEAD_DIM, TOP_K, SPLITS, ROUTER_COPIES = 64, 64, 4, 16, 4
+PAGE, HEAD_DIM, TOP_K, ROUTER_COPIES = 64, 64, 4, 4
+SPLITS = 16  # most parts of a sequence, where a kv head has enough blocks for them
 ROUTER_SETS, MOST_CONTRIBUTIONS = 3, 2047  # to a router logit: one of each set of every block (mailbox.cuh)
 ROW_SIZES = (1, 2, 4, 8)
+MOST_TAPS = 8  # boundaries of layers whose residual a step leaves
 LARGE_BLOCK = 200_000  # bytes of shared memory from which the ring of a data centre's GPU fits
 
 
@@ -88,7 +90,8 @@ class StepArgs(ctypes.Structure):
         *fields(POINTER, "layers", "embed", "final_norm", "head", "tokens", "positions", "row_seq"),
         *fields(POINTER, "sliding_table", "full_table", "pool", "rope", "logits_out", "next_tokens"),
         *fields(POINTER, *(f"box_{name}" for name in BOXES)),
-        *fields(POINTER, "control", "failure", "trace"),
+        *fields(POINTER, "control", "failure", "trace", "taps"),
+        *fields(LONG, "tap_layers"),
         *fields(FLOAT, "norm_eps", "swiglu_limit", "swiglu_alpha"),
         *fields(INT, "rows", "max_blocks", "page_layers", "advance"),
     ]
@@ -130,6 +133,10 @@ class StepShape:
     rest: int = 0  # the same of all else
     nap: int = 20  # nanoseconds between two looks into a mailbox
     probe: int = -1  # 1: who waits for a vector looks at a few words of it; 0: at all of them; -1: as was fastest
+    splits: int = SPLITS  # most parts a sequence's keys are cut into
+    acquire: bool = False  # one thread of a block acquires in every phase (mailbox.cuh)
+    keep_shared: bool = False  # what several blocks copy stays in L2
+    taps: bool = False  # leaves the residual at the boundaries of layers that a launch names
     lent: bool = False  # all layers over another engine's pages, and no head: see `step.DecodeStep`
     trace: bool = False
     defines: tuple[str, ...] = ()  # experiments
@@ -162,6 +169,7 @@ class StepShape:
             (self.rows in ROW_SIZES, f"is built for 1, 2, 4 or 8 rows, not {self.rows}"),
             (dense <= FORMATS.keys(), "reads mxfp4, q8 and bf16 matrices only"),
             (not mixed or self.layers <= 64, f"dispatches on the formats of 64 layers, not of {self.layers}"),
+            (self.layers < 64, f"names the boundaries of fewer than 64 layers, not of {self.layers}"),
             (self.kv in KV_DTYPES, f"keeps keys and values in {' or '.join(KV_DTYPES)}, not in {self.kv}"),
             (self.slots >= 6, f"needs a ring of 6 slots beside its tables, {self.shared} bytes leave {self.slots}"),
         )
@@ -227,6 +235,9 @@ class StepShape:
             "AHEAD_REST": min(rest or self.slots, self.slots),
             "NAP": self.nap,
             "PROBE": tuning.probe if self.probe < 0 else self.probe,
+            "SPLITS": self.splits,
+            "ACQUIRE": int(self.acquire),
+            "KEEP_SHARED": int(self.keep_shared),
             "KV_FP8": int(self.kv == "fp8"),
             "FORMAT_QKV": FORMATS[self.qkv],
             "FORMAT_O": FORMATS[self.o],
@@ -236,7 +247,15 @@ class StepShape:
             if other is not None:
                 layers = sum(1 << layer for layer in other.layers)
                 values |= {f"FORMAT_OTHER_{name}": FORMATS[other.format], f"OTHER_{name}": layers}
-        extra = tuple(f"-D{d}" for d in (*(("HB_TRACE",) * self.trace), *(("HB_LENT",) * self.lent), *self.defines))
+        extra = tuple(
+            f"-D{d}"
+            for d in (
+                *(("HB_TRACE",) * self.trace),
+                *(("HB_LENT",) * self.lent),
+                *(("HB_TAPS",) * self.taps),
+                *self.defines,
+            )
+        )
         return options(values) + extra
 
     def program(self) -> Program:
@@ -252,7 +271,7 @@ def build_of(shape: StepShape) -> Build:
     """One block to a multiprocessor, all resident: they wait for each other."""
     large = shape.shared >= LARGE_BLOCK
     return Build(
-        f"decode_{'layers' if shape.lent else 'step'} rows={shape.rows}",
+        f"decode_{'layers' if shape.lent else 'step'} rows={shape.rows}{' taps' if shape.taps else ''}",
         shape.program(),
         shape.threads,
         shape.shared_bytes,

@@ -231,9 +231,11 @@ template <int FORMAT> HB_DEV void feed_o(Feeder& f, const Layer& l, int head) {
       i += n;
       from += (size_t)n * KV_HEADS * P::BYTES;
     }
+    f.shared(true);
     HB_ROLLED
     for (int i = first; i < end; i += ROUTER_FIT)
       f.put((const u8*)l.router + (size_t)i * ROUTER_BYTES, (end - i < ROUTER_FIT ? end - i : ROUTER_FIT) * ROUTER_BYTES);
+    f.shared(false);
   }
 }
 
@@ -259,6 +261,7 @@ HB_PHASE void feed() {
         HB_ROLLED
         for (int n = 0; n < sh.units[sliding]; n++) {
           const Unit u = n ? find_unit(sh, rows_of(p), sliding, n) : sh.unit[sliding];
+          f.shared(u.alone);
           HB_ROLLED
           for (int page = u.first; page < u.last; page++) {
             const u8 *keys = page_at(p, l, page_table(p, sh, sliding, u.row)[page], layer / 2, 0, head), *values = keys + KV_HEADS * PAGE_BYTES;
@@ -266,6 +269,7 @@ HB_PHASE void feed() {
             else { f.put(keys, PAGE_BYTES); f.put(values, PAGE_BYTES); }
           }
         }
+        f.shared(false);
         if (has_bit(OTHER_O, layer)) feed_o<F_O_OTHER>(f, l, head);
         else feed_o<F_O>(f, l, head);
       }
@@ -312,6 +316,22 @@ template <int FORMAT, int ADDED> HB_DEV FromResidual<FORMAT, ADDED> residual(con
   s.embed = w.p.embed; s.token = w.sh.token; s.norm = norm;
   return s;
 }
+// HB_TAPS: the residual that enters a layer, for whoever asked for it. The blocks with tiles of the phase that has read it
+// share it out; its words are cleared only when every block is through with this layer's C.
+template <bool FIRST> HB_DEV void write_tap(const Worker& w, int tiles) {
+#ifdef HB_TAPS
+  const u64 layers = w.p.tap_layers, before = layers & (((u64)1 << w.layer) - 1);
+  if (!(layers >> w.layer & 1)) return;
+  const int blocks = w.grid < tiles ? w.grid : tiles, count = w.rows * HIDDEN;
+  const u64* x = FIRST ? nullptr : x_after(w.sh, w.layer - 1);
+  float* out = w.p.taps + (size_t)(popcount((u32)before) + popcount((u32)(before >> 32))) * count;
+  HB_ROLLED
+  for (int i = w.block * WORK_THREADS + w.thread; i < count; i += blocks * WORK_THREADS)
+    out[i] = FIRST ? bf16_at(w.p.embed, (size_t)w.sh.token[i / HIDDEN] * HIDDEN + i % HIDDEN) : summed(box_load(x + i));
+#endif
+  (void)w; (void)tiles;
+}
+static_assert(LAYERS < 64, "boundaries of layers as bits");
 template <bool FIRST, int FORMAT> HB_PHASE State phase_qkv(State state, int layer) {
   Worker w(state, layer, 0);
   const Layer& l = w.sh.layers[layer];
@@ -329,6 +349,7 @@ template <bool FIRST, int FORMAT> HB_PHASE State phase_qkv(State state, int laye
       if (!below(v, FINITE)) break_row(row, AT_QKV);
       box_store(w.p.box.qkv + (size_t)row * QKV + (w.block + tile * w.grid) * 16 + m, tagged(as_bits(v), w.tag));
     });
+  write_tap<FIRST>(w, QKV_TILES);
   w.mark(3);
   return w.state();
 }
@@ -347,6 +368,7 @@ template <int FORMAT> HB_PHASE State phase_attention(State state, int layer) {  
     }
     w.mark(3);
     w.sync();
+    w.acquire();
     w.phase = 2;
     w.mark(0);
     project<FORMAT>(w, l, head, layer ? x_after(w.sh, layer - 1) : nullptr, mid_of(w.sh, layer), logits_of(w.sh, layer));
@@ -507,6 +529,7 @@ HB_PHASE void phase_head(State state) {
         best = key > best ? key : best;
       });
     if (best) box_max(p.box.best + w.thread / 16 % ROWS, best);
+    write_tap<false>(w, HEAD_TILES);
   }
   if (!last_block(w)) return;
   if (w.thread < w.rows) {

@@ -19,10 +19,10 @@ from halfbyte.kernels.cuda.decode.shape import (
     KV_DTYPES,
     LAYER_FIELDS,
     MOST_CONTRIBUTIONS,
+    MOST_TAPS,
     PAGE,
     ROUTER_COPIES,
     ROUTER_SETS,
-    SPLITS,
     TOP_K,
     StepArgs,
     StepShape,
@@ -109,12 +109,13 @@ class DecodeStep:
         self.control = zeros(2, dtype=torch.int32)
         self.control[0] = 1
         self.trace = zeros(machine.blocks, shape.layers + 1, 32) if shape.trace else None
+        self.taps = zeros(MOST_TAPS if shape.taps else 0, r, shape.hidden, dtype=torch.float32)
         self.boxes = {
             "x": zeros(2, r, shape.hidden),
             "mid": zeros(2, r, shape.hidden),
             "logits": zeros(2, r, ROUTER_COPIES, shape.experts),
             "qkv": zeros(r, shape.qkv_dim),
-            "part": zeros(r, shape.heads, SPLITS, 34),
+            "part": zeros(r, shape.heads, shape.splits, 34),
             "h": zeros(r, TOP_K, shape.intermediate // 2),
             "best": zeros(r),
             "broken": zeros(r),
@@ -144,6 +145,7 @@ class DecodeStep:
             control=self.control.data_ptr(),
             failure=machine.failure.data_ptr(),
             trace=self.trace.data_ptr() if self.trace is not None else None,
+            taps=self.taps.data_ptr(),
             norm_eps=norm_eps,
             swiglu_limit=swiglu_limit,
             swiglu_alpha=swiglu_alpha,
@@ -168,10 +170,19 @@ class DecodeStep:
         a.max_blocks = tables[0].shape[1]
         self._inputs = inputs  # kept alive
 
-    def run(self, rows: int | None = None) -> None:
-        """One step on torch's current stream: logits, next_tokens, and the cache written."""
-        self.args.rows = self.shape.rows if rows is None else rows
+    def run(self, rows: int | None = None, taps: Sequence[int] = ()) -> Tensor:
+        """One step on torch's current stream: logits, next_tokens, and the cache written. Returns the residual stream
+        at the boundaries `taps` (b: what enters layer b, or leaves the last one), [taps, rows, hidden]."""
+        rows = self.shape.rows if rows is None else rows
+        boundaries = sorted(set(taps))
+        if len(boundaries) > len(self.taps):
+            raise PlanError(
+                f"the CUDA decode step leaves hidden states at {len(self.taps)} places, not at {len(boundaries)}."
+            )
+        self.args.rows, self.args.tap_layers = rows, sum(1 << b for b in boundaries)
         self.machine.run(build_of(self.shape), self.machine.blocks, self.args)
+        left = self.taps.view(-1)[: len(boundaries) * rows * self.shape.hidden].view(-1, rows, self.shape.hidden)
+        return left if boundaries == list(taps) else left[[boundaries.index(b) for b in taps]]
 
     def _check(
         self, weights: StepWeights, pools: Sequence[Tensor], tables: tuple[Tensor, Tensor], rope: Tensor

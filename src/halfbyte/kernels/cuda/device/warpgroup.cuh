@@ -33,12 +33,35 @@ struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
   }
 };
 inline float operand(u32 bits) { return HB_HALF ? half_value(bits) : bf(bits); }
+inline float e5m2(u32 b) { return half_value((b & 255) << 8); }
+struct Wgmma8 {  // one warp's share: 16 rows of A (E5M2), all columns of B (E4M3), 32 k
+  u32 a[4]; const u8* b; int n; float* d;
+  void bring(Warp& w, int p, int lane) { for (int i = 0; i < 4; i++) w.in[p][i][lane] = a[i]; }
+  int take(Warp& w, int p, int lane) {
+    for (int i = 0; i < n / 2; i++) {
+      const int row = lane / 4 + ((i >> 1) & 1) * 8, col = i / 4 * 8 + 2 * (lane % 4) + (i & 1);
+      double s = 0;
+      for (int k = 0; k < 32; k++) {
+        const u32 x = w.in[p][(row >= 8) + 2 * (k / 16)][(row % 8) * 4 + k % 16 / 4] >> (8 * (k % 4));
+        uintptr_t at = (uintptr_t)b + col * 128 + k;
+        at ^= (at >> 7 & 7) << 4;
+        s += (double)e5m2(x) * (double)e4m3_value(*(const u8*)at);
+      }
+      d[i] += (float)s;
+    }
+    return 0;
+  }
+};
 }  // namespace emu
 HB_DEV u64 b_low(const void* p) { return (u64)(uintptr_t)p; }
 HB_DEV u64 b_tile(u64 low, int bytes) { return low + bytes; }
 template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
   emu::Wgmma w{{a0, a1, a2, a3}, (const u8*)(uintptr_t)b, N, d};
   emu::collective<emu::Wgmma&>(w);
+}
+template <int N> HB_DEV void wgmma8(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  emu::Wgmma8 w{{a0, a1, a2, a3}, (const u8*)(uintptr_t)b, N, d};
+  emu::collective<emu::Wgmma8&>(w);
 }
 HB_DEV void wgmma_fence() {}
 HB_DEV void wgmma_commit() {}
