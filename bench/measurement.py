@@ -242,6 +242,7 @@ def _answers() -> str:
 
 NEEDS: dict[str, Callable[[], str]] = {
     "gpu": _gpu,
+    "cores": lambda: "",  # beside a GPU: it computes on the CPU as well, with all of its cores
     "vllm": _package("vllm"),
     "llama-benchy": _package("llama_benchy"),
     "openai": _package("openai"),

@@ -68,7 +68,7 @@ def _run(chosen: Measurement, folder: Path, report: Callable[[str], None]) -> bo
     if chosen.receipt:
         command += ["--out", str((folder / f"{chosen.name}.json").resolve())]
     environ = child_environment(PYTHONUNBUFFERED="1")
-    if "gpu" in chosen.needs:  # many processes at once; what computes on a CPU has all of its cores, as a user's has
+    if "gpu" in chosen.needs and "cores" not in chosen.needs:  # many processes at once
         environ["OMP_NUM_THREADS"] = "1"
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)

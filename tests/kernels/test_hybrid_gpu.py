@@ -28,7 +28,7 @@ from halfbyte.engine.request import Request, SamplingParams, SourceInfo
 from halfbyte.errors import EngineDiedError
 from halfbyte.formats import convert
 from halfbyte.kernels.hybrid import link, moe
-from halfbyte.model import checkpoint, load, self_test, synthetic
+from halfbyte.model import checkpoint, host_copy, load, self_test, synthetic
 from halfbyte.model.direct import HostExperts
 from halfbyte.model.gpt_oss import GptOss, arch_of, choose
 from halfbyte.model.single_sequence import SingleSequence
@@ -110,6 +110,17 @@ def test_streamed_layers_have_the_bits_of_those_in_host_memory() -> None:
         want = convert(layers[index], "plain")
         assert torch.equal(data.cpu(), want.data)
         assert torch.equal(scales.cpu(), want.scales)
+
+
+def test_tensors_come_into_host_memory_whole() -> None:
+    """Through the buffers: more than two of them, and a last piece that fills none."""
+    tensor = torch.randint(0, 256, (5, host_copy.BUFFER // 2 + 7), dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(2_000_000)
+    tensor += 1  # behind the host
+    moved = host_copy.in_host_memory(tensor)
+    assert (moved.device.type, moved.is_pinned()) == ("cpu", False)
+    assert torch.equal(moved, tensor.cpu())
+    assert torch.equal(host_copy.in_host_memory(tensor.t()), tensor.cpu().t())
 
 
 # ---- a small model --------------------------------------------------------------------------------------------------

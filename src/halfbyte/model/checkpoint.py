@@ -29,6 +29,7 @@ from halfbyte.model.config import ModelConfig
 from halfbyte.model.direct import HOST_LAYOUT, DirectReader, HostExperts
 from halfbyte.model.half_rows import HALF_ROW_ROLES, HalfRowSource
 from halfbyte.model.head_scales import SCALED_ROLES, HeadScaledSource
+from halfbyte.model.host_copy import in_host_memory
 from halfbyte.model.model_files import ANY_MODEL, model_path
 from halfbyte.model.nonfinite import FileSource, FiniteSource, check_tails
 from halfbyte.model.plain_file import MIB, read_whole, refusing
@@ -243,8 +244,9 @@ def _in_host_memory(source: Source, layer: int | None, role: str, reading: Readi
 def _for_host(m: Matrix, role: str) -> WeightTensor:
     """Laid out where it is, which a GPU does sooner, then moved."""
     if isinstance(m, MXTensor):
-        return formats.convert(m, HOST_LAYOUT).to("cpu")
-    return _in_layout(m.to("cpu"), role, HOST_LAYOUT)
+        laid_out = formats.convert(m, HOST_LAYOUT)
+        return replace(laid_out, data=in_host_memory(laid_out.data), scales=laid_out.scales.cpu())
+    return _in_layout(in_host_memory(m), role, HOST_LAYOUT)
 
 
 def place_experts(weights: Weights, layers: int) -> Weights:

@@ -66,6 +66,7 @@ class CudaLink:
         self._ready: list[Any] = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
         self._free: list[Any] = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
         self._locked: list[Tensor] = []
+        self.locking_s = 0.0  # seconds that locking pages has taken
         weakref.finalize(self, _unlock_all, self._driver_api, self._locked).atexit = False  # the driver does it there
 
     def page_locked(self, count: int) -> Tensor:
@@ -74,13 +75,14 @@ class CudaLink:
     def lock(self, memory: Tensor) -> None:
         if memory.nbytes < OWN_PAGES:
             return
-        api, address = self._driver_api, memory.data_ptr()
+        api, address, began = self._driver_api, memory.data_ptr(), time.perf_counter()
         with _locks:
             if not _holders.get(address):
                 flags = api.CU_MEMHOSTREGISTER_PORTABLE
                 _ok(api.cuMemHostRegister(address, memory.nbytes, flags), "lock the experts' memory")
             _holders[address] = _holders.get(address, 0) + 1
         self._locked.append(memory)
+        self.locking_s += time.perf_counter() - began
 
     def copy(self, target: Tensor, source: Tensor, count: int) -> None:
         api = self._driver_api
