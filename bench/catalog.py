@@ -26,6 +26,7 @@ MODULES = (
     "bench.checks.faults",
     "bench.engine.engine_steps",
     "bench.engine.mixed_steps",
+    "bench.engine.sessions",
     "bench.engine.profile",
     "bench.engine.speculation",
     "bench.engine.user_path",

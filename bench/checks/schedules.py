@@ -2,6 +2,7 @@
 
     python -m bench run schedules --set schedules=1000
     python -m bench run schedules --set presets=fast --set threads=2 --set schedules=100
+    python -m bench run schedules --set device=cuda --set presets=exact,balanced,fast --set threads=1 --set jobs=9
 
 A schedule is a list of requests and everything that an engine may do with them: batch sizes, arrival, chunk sizes,
 pages that run out, prefix hits in pages, host memory and on disk, cancelled requests, drafts of every kind, an engine
@@ -12,17 +13,18 @@ without a prefix cache. Tokens and log probabilities must be equal to the last b
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
-from bench.measurement import Run, child_command, engine_sources, last_line, measurement, option
+from bench.measurement import CaseOutcome, Run, engine_sources, measurement, option, run_cases, write_records
 from bench.padded_model import load_padded
 from halfbyte import gates as gates_
 from halfbyte.engine.build import runner_for, separates_steps
@@ -35,7 +37,7 @@ from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.prefix_tiers import PrefixTiers
 from halfbyte.engine.request import Constraint, Logprob, Output, Request, SamplingParams
 from halfbyte.engine.runner import ModelRunner
-from halfbyte.engine.sequence import Sequence
+from halfbyte.engine.sequence import Sequence as TokenSequence
 from halfbyte.engine.speculative.controller import Controller, Pace
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer
 from halfbyte.engine.speculative.methods import make_proposer
@@ -44,13 +46,13 @@ from halfbyte.kv.pages import PagePool
 from halfbyte.kv.prefix_store import PrefixStore
 from halfbyte.kv.segments import PageLayout
 from halfbyte.lab import receipts
-from halfbyte.lab.child import output_of
 from halfbyte.lab.result import Cell, Check, Result, figure
 from halfbyte.model.load import EMBEDDED, load_model, resolve_device, resolve_model, tokenizer_of
 
 METHODS = ("off", "ngram", "suffix", "draft", "eagle3", "partly right")
 LONGEST_DRAFT = 6
 RESTARTED = 5  # schedules whose answers another process gives, too
+GRACE_S = 120.0  # that processes have to end, when no further schedule begins
 HAPPENED = ("preemptions", "hits", "from_memory", "from_disk", "accepted", "restarts")  # events that each run must have
 MORE_PAGES = 100  # of 64 tokens, where they are not short
 LONGEST = 520  # tokens of a request: attention adds up segments of 256 keys
@@ -89,7 +91,7 @@ class PartlyRight:
         self._rng, self._truth, self._vocab = rng, truth, vocab
         self.controller = Controller(lambda rows, context: 1.0, longest=LONGEST_DRAFT)
 
-    def propose(self, wants: list[tuple[Sequence, int]]) -> list[Proposal]:
+    def propose(self, wants: list[tuple[TokenSequence, int]]) -> list[Proposal]:
         drafts = []
         for seq, most in wants:
             answer = self._truth[seq.request.id, seq.index].tokens
@@ -99,11 +101,11 @@ class PartlyRight:
             )
         return drafts
 
-    def observe(self, seq: Sequence, new: int) -> None: ...
+    def observe(self, seq: TokenSequence, new: int) -> None: ...
 
-    def forget(self, seq: Sequence) -> None: ...
+    def forget(self, seq: TokenSequence) -> None: ...
 
-    def pace(self, seq: Sequence) -> Pace:
+    def pace(self, seq: TokenSequence) -> Pace:
         return AlwaysDrafts(self.controller, self._rng)
 
 
@@ -345,14 +347,6 @@ def first_difference(alone: ChoiceResult, mixed: ChoiceResult) -> str:
     return "" if alone.finish == mixed.finish else f"ends by {mixed.finish}, alone by {alone.finish}"
 
 
-def digests_of(preset: str, threads: int, page_size: int, requests: int, first: int, count: int) -> list[str]:
-    """Digests of the answers alone, for a process that compares them with its own."""
-    machine = ScheduleBench(gates_of(preset, threads), page_size=page_size)
-    digests = [run_schedule(machine, seed, requests=requests).digest for seed in range(first, first + count)]
-    machine.close()
-    return digests
-
-
 def gates_of(preset: str, threads: int) -> gates_.Gates:
     return gates_.parse({"threads": str(threads), "deterministic": "on"}, preset=preset)
 
@@ -365,48 +359,94 @@ class Options:
     first: int = option(0, "the first seed")
     requests: int = option(5, "requests of a schedule, at most")
     device: str = option("", "cpu or cuda; empty: cuda where there is a GPU")
+    methods: tuple[str, ...] = option(METHODS, "who drafts")
+    jobs: int = option(1, "processes at once; each of them plays a part of the schedules of a preset")
+    seconds: float = option(7200.0, "after which no schedule begins")
 
 
 @measurement("schedules", seconds=7200)
 def schedules(run: Run, options: Options) -> None:
+    """Every preset and number of threads in parts, a process each, and its first schedules once more in another."""
     kinds = [(preset, threads) for preset in options.presets for threads in options.threads]
     per_kind = -(-options.schedules // len(kinds))
-    phases: set[str] = set()
+    parts = max(1, -(-options.jobs // len(kinds)))
+    until = time.time() + options.seconds
+    cases: list[tuple[Any, ...]] = []
     for number, (preset, threads) in enumerate(kinds):
         first, page_size = options.first + number * per_kind, 64 if number % 2 else 16
-        cell = Cell("schedules", "tiny", preset=preset, path="engine", shape={"threads": threads})
-        machine = ScheduleBench(gates_of(preset, threads), device=options.device or None, page_size=page_size)
-        run.measure(
-            cell, partial(check, cell, machine, preset, threads, range(first, first + per_kind), options.requests)
-        )
-        machine.close()
-        phases.update(phase for chosen in machine.model.plan.selection.chosen.values() for phase in chosen)
-    run.sources |= engine_sources(sorted(phases)) | receipts.weights(EMBEDDED)
+        bounds = [first + per_kind * part // parts for part in range(parts + 1)]
+        facts = (preset, threads, page_size)
+        cases += [(*facts, begin, end, True) for begin, end in itertools.pairwise(bounds)]
+        cases.append((*facts, first, min(first + RESTARTED, first + per_kind), False))
+    shared = (options.requests, options.device, options.methods, until)
+    outcomes = run_cases(play_part, cases, *shared, jobs=options.jobs, seconds=options.seconds + GRACE_S)
+    waiting = Counter(case[:2] for case in cases)
+    ended: dict[tuple[Any, ...], list[CaseOutcome]] = {kind: [] for kind in kinds}
+    phases: set[str] = set()
+    for outcome in outcomes:
+        kind = outcome.case[:2]
+        ended[kind].append(outcome)
+        phases.update(phase for record in outcome.records for phase in record["phases"])
+        if len(ended[kind]) == waiting[kind]:
+            cell = Cell("schedules", "tiny", preset=kind[0], path="engine", shape={"threads": kind[1]})
+            run.sources |= engine_sources(sorted(phases)) | receipts.weights(EMBEDDED)
+            run.add(verdict(cell, ended[kind]))
 
 
-def check(cell: Cell, machine: ScheduleBench, preset: str, threads: int, seeds: range, requests: int) -> Result:
+def play_part(
+    preset: str, threads: int, page_size: int, first: int, end: int, whole: bool, out: str, requests: int, device: str,
+    methods: Sequence[str], until: float,
+) -> None:  # fmt: skip
+    """Play these seeds in this process and write down what became of them, after every few. Where they are not played
+    as a `whole`, only the answers of one request at a time are wanted."""
+    machine = ScheduleBench(
+        gates_of(preset, threads), device=device or None, page_size=page_size, methods=tuple(methods)
+    )
     events: Counter[str] = Counter()
     differences: list[str] = []
     digests: list[str] = []
     start = time.perf_counter()
-    for seed in seeds:
+    for seed in range(first, end):
+        if time.time() > until:
+            break
         schedule = run_schedule(machine, seed, requests=requests)
         events += schedule.events
         differences += schedule.differences
         digests.append(schedule.digest)
-    count = min(RESTARTED, len(seeds))
-    page_size = machine.model.spec.page_size
-    again = last_line(output_of(child_command(digests_of, preset, threads, page_size, requests, seeds[0], count)))
+        if len(digests) % RESTARTED == 0 or seed + 1 == end:
+            phases = sorted({name for chosen in machine.model.plan.selection.chosen.values() for name in chosen})
+            record = {
+                "whole": whole, "first": first, "digests": digests, "events": events, "differences": differences[:8],
+                "phases": phases, "seconds": time.perf_counter() - start, "device": str(machine.model.device),
+            }  # fmt: skip
+            write_records(out, [record])
+    machine.close()
+
+
+def verdict(cell: Cell, outcomes: list[CaseOutcome]) -> Result:
+    """Of all parts of a preset and number of threads."""
+    failed = "; ".join(outcome.failed for outcome in outcomes if outcome.failed)
+    records = sorted((r for outcome in outcomes for r in outcome.records), key=lambda r: int(r["first"]))
+    played, again = ([r for r in records if r["whole"] is whole] for whole in (True, False))
+    if not played or not again:
+        return Result(cell, refused=f"no schedule was played ({failed or 'no time was left'})")
+    events: Counter[str] = Counter()
+    for record in played:
+        events.update(record["events"])
+    differences = [text for record in records for text in record["differences"]]
+    digests = again[0]["digests"]
+    same = played[0]["first"] == again[0]["first"] and played[0]["digests"][: len(digests)] == digests
+    count = sum(len(record["digests"]) for record in played)
     mixed = min(events[name] for name in HAPPENED) > 0
     note = ", ".join(f"{name} {count}" for name, count in events.items())
     checks = (
         Check("every answer is that of one request at a time", not differences, note="; ".join(differences)[:400]),
-        Check("another process gives the same answers", again == digests[:count]),
+        Check("another process gives the same answers", same),
         Check(
             "pages ran out, prefixes were found in every tier, drafts accepted, engines built anew", mixed, note=note
         ),
+        Check("every process went to its end", not failed, note=failed),
     )
-    if not all(c.ok for c in checks):
-        return Result(cell, checks=checks)
-    detail = {"seconds": time.perf_counter() - start, **events}
-    return Result(cell, (figure("schedules", "tests", len(seeds)),), checks, detail=detail)
+    detail = {"seconds": [r["seconds"] for r in played], "device": played[0]["device"], **events}
+    figures = (figure("schedules", "tests", count),) if all(c.ok for c in checks) else ()
+    return Result(cell, figures, checks, detail=detail)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +32,7 @@ from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.engine.scheduled_step import ScheduledStep
 from halfbyte.engine.warm_up import warm_up
+from halfbyte.errors import StepError
 from halfbyte.lab import timeline
 from halfbyte.lab.measure.device_timing import Cache, device_us, fill, random_tokens
 from halfbyte.lab.measure.engine_timing import random_prompts
@@ -122,6 +123,7 @@ class TimedStep:
     ahead: bool = False  # launched while another was under way
     host: dict[str, float] = field(default_factory=dict)  # by part
     total: float = 0.0
+    ended: float = 0.0  # by the clock
     events: tuple[Any, Any] | None = None  # around what it put on the device's queue
     busy: float = 0.0
     idle: float = 0.0  # of the device, in front of it
@@ -162,7 +164,8 @@ class StepClock(StepObserver):
         self.now = TimedStep()
         began = time.perf_counter()
         outputs = self.core.step()
-        self.now.total = 1e3 * (time.perf_counter() - began)
+        self.now.ended = time.perf_counter()
+        self.now.total = 1e3 * (self.now.ended - began)
         if self.now.events is not None:
             self.steps.append(self.now)
         return outputs
@@ -178,19 +181,38 @@ class StepClock(StepObserver):
             before = end
 
 
-def closed_loop(core: EngineCore, cell: Cell, streams: int, rounds: int, prompt: int, tokens: int) -> list[Result]:
-    """What `streams` get that ask again as soon as they have their answer.
+@dataclass
+class LoopTimes:
+    """What a closed loop was seen to do, in seconds."""
+
+    begin: float = 0.0  # of the steady state
+    end: float = 0.0
+    firsts: list[float] = field(default_factory=list)  # from a request to its first token, the first requests left out
+    generated: list[tuple[float, int]] = field(default_factory=list)  # when a step ended, and its tokens
+    gaps: list[float] = field(default_factory=list)  # between two steps that gave a stream tokens, in the steady state
+    answers: list[tuple[int, ...]] = field(default_factory=list)  # tokens of each request, in the order of asking
+
+    @property
+    def speed(self) -> float:
+        return sum(n for at, n in self.generated if self.begin < at <= self.end) / (self.end - self.begin)
+
+
+def play_loop(
+    core: EngineCore, step: Callable[[], list[Any]], streams: int, rounds: int, prompt: int, tokens: int, seed: int = 1
+) -> LoopTimes:
+    """`streams` that ask again as soon as they have their answer.
 
     The steady state lasts from the first token of the last stream to the first token of the last request that was sent,
     as in `halfbyte.lab.measure.traffic.window`: whole turns, prompts as well as answers.
     """
-    clock = StepClock(core)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    prompts = iter(random_prompts(190_000, streams * rounds, prompt, 1))
+    prompts = iter(random_prompts(core.config.vocab, streams * rounds, prompt, seed))
+    times = LoopTimes()
     requests: dict[str, tuple[int, int]] = {}
-    firsts: list[float] = []
     sent: dict[str, float] = {}
-    counted, begin, end = 0, 0.0, 0.0
+    last: dict[str, float] = {}
+    gaps: list[tuple[float, float]] = []
+    answers: dict[tuple[int, int], list[int]] = {}
 
     def ask(stream: int, turn: int) -> None:
         request = Request(next(prompts), params, id=f"{stream}.{turn}")
@@ -199,34 +221,44 @@ def closed_loop(core: EngineCore, cell: Cell, streams: int, rounds: int, prompt:
 
     for stream in range(streams):
         ask(stream, 0)
-    started: set[str] = set()
-    generated: list[tuple[float, int]] = []
-    first_step = 0
     while core.has_work:
-        outputs = clock.step()
+        outputs = step()
         now = time.perf_counter()
-        generated.append((now, sum(len(d.tokens) for _, d in outputs)))
+        times.generated.append((now, sum(len(d.tokens) for _, d in outputs)))
         for id, delta in outputs:
             if delta.error is not None:
-                return [Result(cell, refused=delta.error)]
+                raise StepError(delta.error)
             stream, turn = requests[id]
-            if id not in started:
-                started.add(id)
+            answers.setdefault((turn, stream), []).extend(delta.tokens)
+            if id in last:
+                gaps.append((now, now - last[id]))
+            else:
                 if len(sent) == streams * rounds and id == next(reversed(sent)):
-                    end = now
+                    times.end = now
                 if turn:
-                    firsts.append(1e3 * (now - sent[id]))
-                elif len(started) == streams:
-                    begin, first_step = now, len(clock.steps)
+                    times.firsts.append(now - sent[id])
+                elif len(last) + 1 == streams:
+                    times.begin = now
+            last[id] = now
             if delta.finish is not None and turn + 1 < rounds:
                 ask(stream, turn + 1)
+    times.gaps = [gap for at, gap in gaps if times.begin < at <= times.end]
+    times.answers = [tuple(answers[key]) for key in sorted(answers)]
+    return times
+
+
+def closed_loop(core: EngineCore, cell: Cell, streams: int, rounds: int, prompt: int, tokens: int) -> list[Result]:
+    """What those streams get, and the steps of their steady state taken apart."""
+    clock = StepClock(core)
+    try:
+        times = play_loop(core, clock.step, streams, rounds, prompt, tokens)
+    except StepError as e:
+        return [Result(cell, refused=str(e))]
     clock.read()
-    counted = sum(n for at, n in generated if begin < at <= end)
-    last = next(i for i, (at, _) in enumerate(generated) if at > end)
-    steady = clock.steps[first_step:last]
+    steady = [s for s in clock.steps if times.begin < s.ended <= times.end]
     results = [
         Result(cell, (
-            figure("speed", "tok/s", counted / (end - begin)), figure("first_token", "ms", firsts),
+            figure("speed", "tok/s", times.speed), figure("first_token", "ms", [1e3 * s for s in times.firsts]),
             figure("step_p99", "ms", sorted(s.busy + s.idle for s in steady)[int(0.99 * len(steady))]),
             figure("busy", "%", 100 * sum(s.busy for s in steady) / sum(s.busy + s.idle for s in steady)),
         ))

@@ -32,6 +32,7 @@ from halfbyte.lab import receipts
 from halfbyte.lab.result import Cell, Check, Result, figure
 
 if TYPE_CHECKING:
+    from halfbyte.engine.engine import EngineCore
     from halfbyte.engine.request import SamplingParams
 
 PARTS = ("first-token", "agents", "gaps")
@@ -129,35 +130,42 @@ def conversations(case: str, folder: str, agents: int, turns: int) -> None:
     print(json.dumps(result), flush=True)
 
 
-def gaps(case: str, folder: str, again: bool) -> None:
-    """Streams that decode while prompts come one after another: the same few `again`, or new ones. Prints the seconds
-    between two tokens of a stream, by the clock and of the processor."""
-    from halfbyte.engine.build import build_core
-    from halfbyte.engine.options import EngineOptions
+@dataclass(frozen=True)
+class GapLoad:
+    """Streams that decode while prompts come one after another."""
+
+    streams: int = STREAMS
+    tokens: int = STREAM_TOKENS  # of each stream, at most
+    prompt: int = FIRST  # tokens of a prompt
+    answer: int = ANSWER
+    kept: int = PROMPTS  # prompts that come `again`, of which the pages hold a part
+    prompts: int = ROUND_PROMPTS  # that come in a round
+
+
+def play_gaps(core: EngineCore, load: GapLoad, again: bool) -> dict[str, Any]:
+    """The seconds between two tokens of a stream, by the clock and of the processor, while prompts come: the same few
+    `again`, or new ones."""
     from halfbyte.engine.request import Request, SamplingParams
 
-    pages = 40 + STREAMS * 28  # for the streams and about four of the six prompts
-    gib = pages * PAGE_BYTES / 2**30 + 1e-9
-    options = EngineOptions(device="cpu", kv_gib=gib, max_context=FIRST + 64, max_seqs=8, **settings_of(case, folder))
-    core, _, _ = build_core(options)
+    short = SamplingParams(temperature=0.0, max_tokens=load.answer, ignore_eos=True)
     rng = random.Random(13)
-    prompts = [random_tokens(rng, FIRST) for _ in range(PROMPTS)]
+    prompts = [random_tokens(rng, load.prompt) for _ in range(load.kept)]
     for i, prompt in enumerate(prompts):  # so that the lower tiers have them
-        core.submit(Request(prompt, greedy(), id=f"before {i}"))
+        core.submit(Request(prompt, short, id=f"before {i}"))
         while core.has_work:
             core.step()
-    long = SamplingParams(temperature=0.0, max_tokens=STREAM_TOKENS, ignore_eos=True)
-    for i in range(STREAMS):
+    long = SamplingParams(temperature=0.0, max_tokens=load.tokens, ignore_eos=True)
+    for i in range(load.streams):
         core.submit(Request(random_tokens(rng, 20), long, id=f"stream {i}", client="streams"))
     last: dict[str, tuple[float, float]] = {}
     seconds: list[float] = []
     processor: list[float] = []
     answered = cached = 0
     under_way = False
-    while answered < ROUND_PROMPTS and core.has_work:
-        if not under_way and len(last) == STREAMS:
-            prompt = prompts[answered % PROMPTS] if again else random_tokens(rng, FIRST)
-            core.submit(Request(prompt, greedy(), id=f"prompt {answered}", client="prompts"))
+    while answered < load.prompts and core.has_work:
+        if not under_way and len(last) == load.streams:
+            prompt = prompts[answered % load.kept] if again else random_tokens(rng, load.prompt)
+            core.submit(Request(prompt, short, id=f"prompt {answered}", client="prompts"))
             under_way = True
         outputs = core.step()
         now = time.perf_counter(), time.process_time()
@@ -171,8 +179,20 @@ def gaps(case: str, folder: str, again: bool) -> None:
                 answered, under_way = answered + 1, False
                 cached += delta.usage.cached_tokens if delta.usage is not None else 0
     streams = sum(len(group.seqs) for group in core.groups.values())  # that still decode
+    return {"seconds": seconds, "processor": processor, "answered": answered, "cached": cached, "streams": streams}
+
+
+def gaps(case: str, folder: str, again: bool) -> None:
+    """A case on a CPU; prints what `play_gaps` says."""
+    from halfbyte.engine.build import build_core
+    from halfbyte.engine.options import EngineOptions
+
+    pages = 40 + STREAMS * 28  # for the streams and about four of the six prompts
+    gib = pages * PAGE_BYTES / 2**30 + 1e-9
+    options = EngineOptions(device="cpu", kv_gib=gib, max_context=FIRST + 64, max_seqs=8, **settings_of(case, folder))
+    core, _, _ = build_core(options)
+    result = play_gaps(core, GapLoad(), again)
     core.close()
-    result = {"seconds": seconds, "processor": processor, "answered": answered, "cached": cached, "streams": streams}
     print(json.dumps(result), flush=True)
 
 

@@ -6,7 +6,10 @@ regime of the step that wrote them, as kernels' do; no GPU has run it.
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,12 +23,13 @@ from bench.checks.schedules import (
     ChoiceResult,
     ScheduleBench,
     answers_of,
-    digests_of,
     first_difference,
     gates_of,
+    play_part,
     run_schedule,
+    verdict,
 )
-from bench.measurement import child_command, last_line
+from bench.measurement import CaseOutcome, child_command
 from halfbyte import gates
 from halfbyte.architectures import REGIMES, RegimeLimits
 from halfbyte.engine.batch import Batch
@@ -37,7 +41,7 @@ from halfbyte.engine.speculative.controller import Controller
 from halfbyte.kv.pages import PagePool
 from halfbyte.kv.prefix_store import PrefixStore
 from halfbyte.kv.segments import PageLayout
-from halfbyte.lab.child import output_of
+from halfbyte.lab.result import Cell
 
 LIMITS = RegimeLimits(decode=1, batch=8, long=40, source="a fake")
 LONGEST, WINDOW = 170, 8
@@ -146,9 +150,35 @@ def test_no_schedule_changes_an_answer_on_a_cpu(machine: ScheduleBench) -> None:
     assert min(total[k] for k in HAPPENED) > 0, total
 
 
-def test_another_process_gives_the_same_answers(machine: ScheduleBench) -> None:
-    child = last_line(output_of(child_command(digests_of, "int8", 2, 16, 4, 104, 1)))
-    assert child == [run_schedule(machine, 104, requests=4).digest]
+def test_another_process_gives_the_same_answers(machine: ScheduleBench, tmp_path: Path) -> None:
+    out, methods, until = tmp_path / "part.json", ["off", "ngram"], time.time() + 3600
+    subprocess.run(child_command(play_part, "int8", 2, 16, 104, 105, False, out, 4, "cpu", methods, until), check=True)
+    (record,) = json.loads(out.read_text())
+    assert record["digests"] == [run_schedule(machine, 104, requests=4).digest]
+    assert record["differences"] == []
+
+
+def part(first: int, digests: list[str], *, whole: bool = True, happened: int = 1, differs: str = "") -> CaseOutcome:
+    record = {
+        "whole": whole, "first": first, "digests": digests, "events": dict.fromkeys(HAPPENED, happened),
+        "differences": [differs] if differs else [], "phases": [], "seconds": 1.0, "device": "cpu",
+    }  # fmt: skip
+    return CaseOutcome((), [record], "")
+
+
+def test_schedules_in_parts_are_judged_together() -> None:
+    cell, again = Cell("schedules"), part(0, ["a"], whole=False)
+    good = verdict(cell, [part(2, ["c", "d"]), part(0, ["a", "b"]), again])
+    assert not good.refused
+    assert good.figure("schedules").value == 4
+    for outcomes in (
+        [part(0, ["a", "b"], differs="seed 1"), again],
+        [part(0, ["b", "a"]), again],  # another process answers otherwise
+        [part(0, ["a", "b"], happened=0), again],
+        [part(0, ["a", "b"]), CaseOutcome((), [], "exit code 1"), again],
+        [part(0, ["a", "b"])],
+    ):
+        assert verdict(cell, outcomes).refused
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def core_for(
     )  # fmt: skip
     runner, sampler = runner_for(model, options, observer, context, rows)
     core = EngineCore(runner, engine_config, tokenizer, proposer)
-    tiers = _tiers_for(model, runner, options, host_tier(options, memory), label, path)
+    tiers = tiers_for(model, runner, options, host_tier(options, memory), label, path)
     if tiers is not None:
         core.attach(tiers)
     if model.spec.kv_dtype == "fp8":
@@ -162,7 +162,7 @@ def runner_for(
     return runner, sampler.name
 
 
-def _tiers_for(
+def tiers_for(
     model: GptOss, runner: CpuRunner | DeviceRunner, options: EngineOptions, memory: int, label: str, path: Path | None
 ) -> PrefixTiers | None:
     """Host memory and the folder for prefixes, or None if there is neither."""
