@@ -36,7 +36,9 @@ def save_weights(model: nn.Module, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().bfloat16().contiguous().cpu() for name, p in model.named_parameters()}
     for i, part in enumerate(_split(tensors)):
-        save_file(part, folder / f"weights-{i}.safetensors")
+        path = folder / f"weights-{i}.safetensors"
+        save_file(part, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)  # never half a file, however the run ends
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

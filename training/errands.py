@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from everyday import Everyday
-from turns import Turn
+from remarks import Remarks
+from turns import COMMON, Turn
 
 from halfbyte.evals import words
 from halfbyte.evals.grading import Grade
@@ -53,6 +53,31 @@ ERRANDS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("set", "volume", "Set how loud something plays.", ("Set the volume in the {room} to {percent} percent.", "Volume {percent} in the {room}.", "Play at {percent} percent in the {room}.", "Make it {percent} percent loud in the {room}.")),
     ("water", "plants", "Water the plants.", ("Water the plants in the {room} for {count} minutes.", "The plants in the {room} need {count} minutes of water.", "Give the plants in the {room} water for {count} minutes.", "{count} minutes of water for the plants in the {room}.")),
     ("print", "document", "Print a document.", ("Print {file}.", "Print {count} copies of {file}.", "I need {file} on paper.", "Make {count} copies of {file}.")),
+    ("list", "servers", "List all servers.", ("Which servers are there?", "List the servers.", "What servers do we have?", "Show me all servers.", "I need an overview of the servers.")),
+    ("ping", "database", "Check that the database answers.", ("Does the database answer?", "Check the database.", "Is our database there?", "See if the database is alive.", "How is the database doing?")),
+    ("restart", "router", "Restart the router.", ("Restart the router.", "The internet is slow, restart the router.", "Please start the router again.", "Turn the router off and on.")),
+    ("stop", "music", "Stop what is playing.", ("Stop the music.", "Please be quiet now.", "No more music.", "Turn off the music.", "Silence, please.")),
+    ("take", "photo", "Take a photo with the camera.", ("Take a photo.", "Make a picture of us.", "Use the camera.", "Shoot a photo, please.")),
+    ("add", "numbers", "Add up a list of numbers.", ("Add up {numbers} with the function.", "Use the tool to add {numbers}.", "Let the function sum up {numbers}.", "Call the function for the sum of {numbers}.")),
+    ("draw", "chart", "Draw a chart of values.", ("Draw a chart of {numbers}.", "Make a {chart} chart of {numbers}.", "Plot {numbers} as a {chart} chart.", "I want a {chart} chart with {numbers}.", "Chart these values: {numbers}")),
+    ("tag", "article", "Put tags on an article.", ("Tag article {code} with {words}.", "Put the tags {words} on article {code}.", "Article {code} gets the tags {words}.", "Add {words} as tags to article {code}.")),
+    ("translate", "text", "Translate a text into a language.", ("Translate into {language}: {text}", "Put this into {language}: {text}", "What is this in {language}: {text}", "Say this in {language}: {text}", "{language} version of: {text}")),
+    ("count", "words", "Count the words of a text.", ("How many words has this text: {text}", "Count the words: {text}", "Number of words in: {text}", "Word count of: {text}")),
+    ("create", "user", "Create a user of the system.", ("Create a user {person} with the role {role}.", "New user {person}.", "Make {person} a user with the role {role}.", "{person} needs an account as {role}.", "Add the user {person}.")),
+    ("assign", "ticket", "Give a ticket to someone.", ("Give ticket {code} to {person}.", "{person} should do ticket {code}.", "Assign {code} to {person}.", "Ticket {code} is for {person}.")),
+    ("close", "ticket", "Close a ticket.", ("Close ticket {code}.", "Ticket {code} is done.", "We can close {code}.", "Mark ticket {code} as done.")),
+    ("subscribe", "newsletter", "Subscribe an address to a newsletter.", ("Subscribe {mail} to the newsletter.", "Send the newsletter to {mail}.", "{mail} wants the newsletter.", "Put {mail} on the newsletter.")),
+    ("query", "table", "Read rows from a table of the database.", ("Show {count} rows of the table {project}.", "Read the table {project}.", "Get {count} rows from {project}.", "What is in the table {project}?", "Give me the first {count} rows of {project}.")),
+    ("deploy", "service", "Deploy a service to an environment.", ("Deploy {project} to {stage}.", "Bring {project} to {stage}.", "Release {project} on {stage}.", "Put {project} live on {stage}.")),
+    ("feed", "pet", "Feed a pet.", ("Feed {person}.", "Give {person} {count} grams of food.", "{person} is hungry, {count} grams.", "Please feed {person} with {count} grams.")),
+    ("start", "timer", "Start a timer.", ("Start a timer of {count} minutes.", "Timer for {count} minutes.", "{count} minutes, starting now.", "Tell me when {count} minutes are over.")),
+    ("find", "flat", "Find flats for rent.", ("Find a flat in {city} for at most {amount} a month.", "I look for a flat in {city}.", "Flats in {city} up to {amount}?", "Which flats in {city} cost at most {amount}?")),
+    ("find", "recipe", "Find recipes with an ingredient.", ("What can I cook with {food}?", "Find a recipe with {food}.", "Recipes with {food}, please.", "I have {food}, what could I cook?", "Show me {count} recipes with {food}.")),
+    ("report", "bug", "Report a fault in a program.", ("Report this bug in {project}: {text}", "{project} has a bug: {text}", "There is a fault in {project}: {text}", "Bug in {project}: {text}")),
+    ("log", "run", "Write down a run.", ("I ran {amount} km on {day}.", "Log a run of {amount} km.", "Write down {amount} km of running on {day}.", "My run was {amount} km.")),
+    ("dispatch", "parcel_van", "Send a van to pick up parcels.", ("Send a van to {address}.", "Pick up {count} parcels at {address}.", "There are {count} parcels at {address}.", "A van to {address}, please.")),
+    ("paint", "wall", "Paint a wall in a colour.", ("Paint the wall of the {room} {colour}.", "I want a {colour} wall in the {room}.", "Make the {room} wall {colour}.", "The {room} should be {colour}.")),
+    ("switch", "light", "Switch a light on or off.", ("Turn {switch} the light in the {room}.", "Light {switch} in the {room}.", "Switch the {room} light {switch}.", "The light in the {room} should be {switch}.")),
     ("invite", "person", "Invite someone to an event.", ("Invite {person} to {title}.", "{person} should come to {title}.", "Ask {person} to come to {title}.", "Send {person} an invitation to {title}.")),
 )  # fmt: skip
 # slot: (names of its parameter, JSON type, what a description of it says)
@@ -81,10 +106,23 @@ SLOTS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "file": (("file", "path", "document", "filename"), "string", "the file"),
     "project": (("project", "name", "repository", "folder"), "string", "the project"),
     "lock": (("action", "state", "mode"), "lock", "what to do"),
+    "numbers": (("numbers", "values", "data", "points"), "integers", "the numbers"),
+    "words": (("words", "tags", "labels", "list"), "strings", "the words"),
+    "chart": (("kind", "type", "chart_type", "style"), "chart", "what it looks like"),
+    "language": (("language", "lang", "into", "target_language"), "string", "the language"),
+    "role": (("role", "rights", "group"), "role", "what the user may do"),
+    "mail": (("email", "address", "mail", "recipient"), "string", "the email address"),
+    "stage": (("environment", "stage", "where"), "stage", "where it runs"),
+    "food": (("food", "ingredient", "with"), "string", "what is in it"),
+    "colour": (("colour", "color", "paint"), "string", "the colour"),
+    "switch": (("state", "switch", "turn"), "switch", "on or off"),
     "percent": (("percent", "level", "value"), "integer", "from 0 to 100"),
 }  # fmt: skip
 UNITS = ("metres", "feet", "miles", "yards", "inches", "km")
-ENUMS = {"unit": UNITS, "currency": ("euros", "dollars", "francs", "pounds"), "lock": ("lock", "unlock")}
+ENUMS: dict[str, tuple[str, ...]] = {
+    "chart": ("line", "bar", "pie"), "role": ("admin", "editor", "guest"), "stage": ("staging", "production", "testing"), "switch": ("on", "off"),
+    "unit": UNITS, "currency": ("euros", "dollars", "francs", "pounds"), "lock": ("lock", "unlock"),
+}  # fmt: skip
 # A currency has a code that the function wants instead of the word.
 CODES = {"euros": "EUR", "dollars": "USD", "francs": "CHF", "pounds": "GBP"}
 RESULTS = (
@@ -127,6 +165,31 @@ SPLICE = (
 )
 
 
+SAID = ("{v} the {a}", "{v} the {a} and the {b}", "{v} {n}", "the {a} is in the {b}", "{n} needs the {a} on {d}", "see you on {d}", "{v} the {a} for {n}", "I have the {a}", "we meet at the {b} on {d}", "bring a {a} with you", "the {a} comes on {d}", "{a} before {b}")  # fmt: skip
+DOING = [
+    "fetch",
+    "clean",
+    "wash",
+    "paint",
+    "fix",
+    "bring",
+    "visit",
+    "ask",
+    "thank",
+    "meet",
+    "help",
+    "check",
+    "return",
+    "find",
+    "feed",
+    "pack",
+    "send",
+    "write",
+    "finish",
+    "prepare",
+]
+
+
 @dataclass(frozen=True)
 class Errand:
     """A function as one conversation names it."""
@@ -151,14 +214,28 @@ FIELDS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "count": (("count", "pieces", "quantity"), "integer", ("{v} pieces", "count {v}", "{v} times", "quantity {v}")),
     "items": (("items", "things", "products", "list"), "array", ("wants {v}", "to buy: {v}", "list: {v}", "needs {v}")),
     "paid": (("paid", "is_paid", "payment_done"), "boolean", ("already paid|not paid", "paid|not paid yet", "payment is done|payment is open", "has paid|has not paid")),
-    "mood": (("mood", "feeling"), "enum:happy,angry,sad", ("is {v}", "feels {v}", "seems {v}", "sounds {v}")),
-    "size": (("size", "fit"), "enum:small,medium,large", ("size {v}", "a {v} one", "in {v}", "takes a {v}")),
+    "mood": (("mood", "feeling", "sentiment"), "enum:happy,angry,sad,calm,tired,bored,worried,proud,pleased", ("is {v}", "feels {v}", "seems {v}", "sounds {v}")),
+    "status": (("status", "state", "stage"), "enum:open,closed,waiting,lost,late,new,broken,ready", ("status {v}", "it is {v}", "marked as {v}", "now {v}")),
+    "time": (("time", "at", "hour"), "string", ("at {v}", "time {v}", "begins at {v}", "leaves at {v}")),
+    "line": (("line", "bus", "train"), "string", ("line {v}", "bus {v}", "train {v}", "with line {v}")),
+    "author": (("author", "writer", "by"), "string", ("by {v}", "written by {v}", "author {v}", "from the pen of {v}")),
+    "title": (("title", "book", "film"), "string", ("title {v}", "the book {v}", "called {v}", "the film {v}")),
+    "email": (("email", "mail", "address"), "string", ("mail {v}", "email {v}", "write to {v}", "reach me under {v}")),
+    "weight": (("weight", "kilos", "kg"), "integer", ("{v} kg", "weighs {v} kg", "weight {v} kg", "heavy {v} kg")),
+    "company": (("company", "employer", "firm"), "string", ("works at {v}", "of the company {v}", "from the firm {v}", "with {v}")),
+    "goal": (("goal", "task", "wish"), "string", ("wants to {v}", "has to {v}", "would like to {v}", "is here to {v}")),
+    "size": (("size", "fit"), "enum:small,medium,large,tiny,huge", ("size {v}", "a {v} one", "in {v}", "takes a {v}")),
     "phone": (("phone", "telephone", "phone_number"), "string", ("phone {v}", "call {v}", "reach me at {v}", "telephone {v}")),
     "pet": (("pet", "animal"), "object", ("with a {k} named {n}", "has a {k} called {n}", "and the {k} {n}", "brings the {k} {n}")),
 }  # fmt: skip
 
 
-class Errands(Everyday):
+def shown(values: dict[str, Any]) -> dict[str, Any]:
+    """How values stand in a question: a list with commas."""
+    return {slot: ", ".join(map(str, v)) if isinstance(v, list) else v for slot, v in values.items()}
+
+
+class Errands(Remarks):
     """Turns with functions and schemas in everyday wording."""
 
     def slot_value(self, slot: str) -> Any:
@@ -176,7 +253,15 @@ class Errands(Everyday):
         if slot == "item":
             return rng.choice(words.ITEMS[:18])
         if slot == "text":
-            pool = (*words.THINGS, *words.ITEMS, *words.FOODS, *words.COLORS)
+            pool = (*words.THINGS, *words.COLORS, *COMMON)
+            if rng.random() < 0.5:  # something to do, or to say
+                return rng.choice(SAID).format(
+                    v=rng.choice(DOING),
+                    a=rng.choice(pool),
+                    b=rng.choice(pool),
+                    n=self.person(),
+                    d=rng.choice(words.DAYS),
+                )
             return " ".join(self.name() if rng.random() < 0.2 else rng.choice(pool) for _ in range(rng.randint(2, 5)))
         if slot == "address":
             return f"{rng.randint(1, 99)} {self.name()} {rng.choice(('Street', 'Road', 'Square', 'Avenue'))}"
@@ -186,6 +271,16 @@ class Errands(Everyday):
             return rng.choice(words.CITIES)
         if slot in ("file", "start_file", "end_file"):
             return f"{self.name().lower()}.{rng.choice(('txt', 'py', 'md', 'csv', 'log'))}"
+        if slot == "numbers":
+            return [rng.randint(0, 99) for _ in range(rng.randint(2, 6))]
+        if slot == "words":
+            return rng.sample((*words.THINGS, *COMMON), rng.randint(1, 3)) if rng.random() < 0.5 else self.names(2)
+        if slot == "mail":
+            return f"{self.name().lower()}@{self.name().lower()}.{rng.choice(('org', 'com', 'net'))}"
+        if slot in ("food", "colour", "language"):
+            return rng.choice({"food": words.FOODS, "colour": words.COLORS, "language": words.LANGUAGES}[slot])
+        if slot == "person" and rng.random() < 0.15:
+            return f"{self.lookalike().capitalize()} {rng.choice(('Le', 'Van', 'De', 'von', 'di'))} {self.lookalike().capitalize()}"
         kind = SLOTS[slot][1]
         return rng.choice(ENUMS[kind]) if kind in ENUMS else self.name()
 
@@ -219,6 +314,8 @@ class Errands(Everyday):
             for s in rng.sample(every, len(every)):
                 kind = SLOTS[s][1]
                 schema: dict[str, Any] = {"type": "string" if kind in ENUMS else kind}
+                if kind in ("integers", "strings"):
+                    schema = {"type": "array", "items": {"type": kind[:-1]}}
                 if kind in ENUMS:
                     schema["enum"] = [CODES.get(v, v) for v in ENUMS[kind]]
                 if described:
@@ -245,7 +342,7 @@ class Errands(Everyday):
         row = chosen.row if chosen else rng.choice(absent)
         template = self.pick(row[3])
         drawn = {slot: self.slot_value(slot) for slot in dict.fromkeys(re.findall(r"{(\w+)}", template))}
-        question = self.fill(template, **drawn)[1]
+        question = self.fill(template, **shown(drawn))[1]
         if rng.random() < 0.2:
             question = self.pick(SPLICE).format(q=question)
         tags = (f"{count} function{'s' * (count > 1)}", "fits" if fits else "none fits", "everyday")
@@ -292,7 +389,7 @@ class Errands(Everyday):
         for e in (first, second):
             template = self.pick(e.row[3])
             drawn = {slot: self.slot_value(slot) for slot in dict.fromkeys(re.findall(r"{(\w+)}", template))}
-            parts.append(template.format(**drawn))
+            parts.append(template.format(**shown(drawn)))
             arguments = {e.parameters[s]: CODES.get(v, v) if isinstance(v, str) else v for s, v in drawn.items()}
             calls.append(call(e.tool.name, {"query": arguments} if e.wrapped else arguments))
         question = f"{parts[0]} {self.rng.choice(('And then', 'After that', 'Then', 'Also'))}: {parts[1]}"
@@ -315,8 +412,8 @@ class Errands(Everyday):
 
     # ---- schemas --------------------------------------------------------------------------------
 
-    def form(self) -> tuple[tuple[str, str], dict[str, str]]:
-        """((name, schema) of a response format, key of FIELDS -> name of its field)."""
+    def form(self) -> tuple[tuple[str, str], dict[str, str], dict[str, list[str]]]:
+        """((name, schema) of a response format, key of FIELDS -> name of its field, key -> what its enum offers)."""
         rng = self.rng
         keys = rng.sample(list(FIELDS), rng.randint(1, 5))
         named: dict[str, str] = {}
@@ -326,7 +423,8 @@ class Errands(Everyday):
         for k, name in named.items():
             kind = FIELDS[k][1]
             if kind.startswith("enum"):
-                properties[name] = {"type": "string", "enum": kind.split(":")[1].split(",")}
+                every = kind.split(":")[1].split(",")
+                properties[name] = {"type": "string", "enum": rng.sample(every, rng.randint(2, min(4, len(every))))}
             elif kind == "array":
                 properties[name] = {"type": "array", "items": {"type": "string"}}
             elif kind == "object":
@@ -334,13 +432,16 @@ class Errands(Everyday):
                 properties[name] = {"type": "object", "properties": inner, "required": ["kind", "name"]}
             else:
                 properties[name] = {"type": kind}
+        if rng.random() < 0.15:
+            properties = {n: {**p, "description": f"the {n.replace('_', ' ')}"} for n, p in properties.items()}
+        options = {k: properties[n]["enum"] for k, n in named.items() if "enum" in properties[n]}
         schema = {"type": "object", "properties": properties, "required": list(properties)}
         if rng.random() < 0.3:
             schema["additionalProperties"] = False
         title = rng.choice(("answer", "record", "form", "response", "data", self.identifier()))
-        return (title, json.dumps(schema, separators=(",", ":") if rng.random() < 0.7 else None)), named
+        return (title, json.dumps(schema, separators=(",", ":") if rng.random() < 0.7 else None)), named, options
 
-    def note(self, response_format: tuple[str, str], named: dict[str, str]) -> Turn:
+    def note(self, response_format: tuple[str, str], named: dict[str, str], options: dict[str, list[str]]) -> Turn:
         """A note in prose, with more in it than the form wants at times."""
         rng = self.rng
         extra = [k for k in FIELDS if k not in named]
@@ -366,11 +467,14 @@ class Errands(Everyday):
                 v = {"kind": rng.choice(words.PETS), "name": self.name()}
                 said = said.format(k=v["kind"], n=v["name"])
             elif kind.startswith("enum"):
-                v = rng.choice(kind.split(":")[1].split(","))
+                v = rng.choice(options.get(k) or kind.split(":")[1].split(","))
             else:
                 v = {
                     "colour": lambda: rng.choice(words.COLORS),
                     "day": lambda: rng.choice(words.DAYS),
+                    "time": lambda: self.slot_value("time"),
+                    "email": lambda: self.slot_value("mail"),
+                    "goal": lambda: f"{rng.choice(DOING)} the {rng.choice(COMMON)}",
                     "phone": lambda: words.digits(rng, 5, 8),
                 }.get(k, self.person if k == "name" else self.name)()
             parts.append(said.format(v=v))
@@ -393,3 +497,24 @@ class Errands(Everyday):
             tags=(f"{len(wanted)} fields",),
             response_format=response_format,
         )
+
+    def answer_form(self) -> Turn:
+        """A question whose answer alone is wanted, in a schema of one or two fields."""
+        rng = self.rng
+        make = rng.choice((self.comparing, self.comparing, self.story, self.detail))
+        asked: Turn = make()
+        key = rng.choice(("answer", "result", "value", "reply", self.identifier()))
+        yes = rng.choice(("answer", "is_true", "yes", "correct", self.identifier()))
+        if asked.task == "compare":
+            name, kind, value = yes, "boolean", asked.bare == "yes"
+        elif asked.bare.isdigit() and asked.task == "story":
+            name, kind, value = key, "integer", int(asked.bare)
+        else:
+            name, kind, value = key, "string", asked.bare
+        schema = {"type": "object", "properties": {name: {"type": kind}}, "required": [name]}
+        title = rng.choice(("answer", "result", "output", "response", self.identifier()))
+        return Turn(
+            "note", asked.says, (asked.reply[0], final(json.dumps({name: value}))), asked.phrasing,
+            {"value": {name: value}, "text": asked.says[0].text}, tags=("an answer",),
+            response_format=(title, json.dumps(schema, separators=(",", ":"))),
+        )  # fmt: skip

@@ -67,10 +67,11 @@ def strange_calls(tok: Tokenizer, suite: Suite, answers: dict[tuple[int, ...], l
 
 
 def judge_second(
-    model: GptOss, tokenizer: Path, conversations: int, per_task: int, *, seed: int, micro: bool = False
+    model: GptOss, tokenizer: Path, conversations: int, per_task: int, file: Path, *, seed: int, micro: bool = False
 ) -> dict[str, Any]:
     """The second edition's problems with names that training never has, phrasings seen or not; the hundred natural
-    questions; the first edition's tasks. Rounds the model's experts to MXFP4 in place."""
+    questions; the first edition's tasks. Rounds the model's experts to MXFP4 in place. `file` is written after each
+    of these, so that what is done survives an end in the middle."""
     tok = Tokenizer.from_file(tokenizer)
     model.round_experts()
     suites = {"natural": Suite("natural")}
@@ -95,6 +96,7 @@ def judge_second(
         print(f"calls of functions that were not offered: {shown['strange_calls']}", flush=True)
         shown["wrong"] = shown["wrong"][:400]
         out[name] = shown
+        file.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
     return out
 
 

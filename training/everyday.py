@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from phrasings import HONEST
-from turns import Source, Turn
+from turns import COMMON, Source, Turn
 
 from halfbyte.evals import words
 from halfbyte.evals.grading import Grade
@@ -73,10 +73,12 @@ WRAPS = ("{t} {q}", "{t}\n\n{q}", "Text: {t} Question: {q}", "{q} {t}", "Read th
 
 TALK: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, tuple[tuple[str, ...], ...]]] = {
     # topic: (beginnings, endings, the answer, what it must say)
-    "a greeting": (("Hello", "Hi", "Hey", "Good morning", "Good evening", "Good afternoon", "Greetings", "hello", "hi", "Hello again", "hey you", "Hiya"), ("", "!", ".", ", model!", ", computer", " my friend", ", nice to meet you", " everybody"), "Hello! How can I help you?", (("hello",),)),
-    "thanks": (("Thanks", "Thank you", "thank you", "Many thanks", "Thanks a lot", "thx", "Thank you so much", "Great", "Perfect", "Cool, thanks"), ("", "!", ".", " for the help", ", that was good!", " for this.", ", nice work", ", well done!"), "You are welcome!", (("welcome",),)),
+    "a greeting": (("Hello", "Hi", "Hey", "Good morning", "Good evening", "Good afternoon", "Greetings", "hello", "hi", "Hello again", "hey you", "Hiya", "hi again", "Hey there", "Good day", "hello there"), ("", "!", ".", ", model!", ", computer", " my friend", ", nice to meet you", " everybody"), "Hello! How can I help you?", (("hello",),)),
+    "thanks": (("Thanks", "Thank you", "thank you", "Many thanks", "Thanks a lot", "thx", "Thank you so much", "Great, thanks", "Perfect, thank you", "Cool, thanks", "ok thanks", "Nice, thank you", "I thank you", "ty"), ("", "!", ".", " for the help", ", that was good!", " for this.", ", nice work", ", well done!"), "You are welcome!", (("welcome",),)),
     "a goodbye": (("Bye", "Goodbye", "bye bye", "See you", "Good night", "So long", "I have to go, bye", "Farewell", "bye for now", "That was all, bye"), ("", "!", ".", ", model", " and thanks", " my friend", ", take care", ", until tomorrow"), "Goodbye! Have a nice day.", (("goodbye",),)),
-    "how I am": (("How are you", "How do you do", "How do you feel", "how are you", "Are you well", "How are things", "Are you fine", "how do you feel", "Is all well with you", "How is your day"), ("?", " today?", "", " now?", " this morning?", ", model?", " my friend?", " at the moment?"), "I am well, thank you. What can I do for you?", (("well",),)),
+    "a joke": (("Tell me a joke", "Do you know a joke", "Make me laugh", "Say something funny", "tell me another joke", "A joke", "Do you have a joke", "I want to hear a joke"), ("", ".", ", please", " for me", "!", " now"), "Why did the byte sleep so well? It was only half awake.", (("byte",),)),
+    "a remark": (("ok", "OK", "I see", "Good", "All right", "fine", "Okay then", "Interesting", "Very good", "Nice", "That is right", "Understood"), ("", ".", "!", ", good"), "All right. What would you like to do next?", (("next",),)),
+    "how I am": (("How are you", "How do you do", "What's up", "How is life", "How is everything", "how r u", "How are you doing", "How have you been", "How do you feel", "how are you", "Are you well", "How are things", "Are you fine", "how do you feel", "Is all well with you", "How is your day"), ("?", " today?", "", " now?", " this morning?", ", model?", " my friend?", " at the moment?"), "I am well, thank you. What can I do for you?", (("well",),)),
     "what I am": (("Are you human", "Are you a robot", "Are you alive", "Are you a real human", "Are you a man", "are you real", "Are you a woman", "Do you have a body", "Is there a human here", "are you a human being"), ("?", " or a machine?", "", " really?", ", tell me?", ", model?", ", honestly?"), "No, I am a small language model.", (("no",), ("model",))),
     "who I am": (("Who are you", "What are you", "who are you", "Please introduce yourself", "What is this", "What model are you", "Say who you are", "what kind of model are you"), ("?", "", " then?", ", please?", " really?", ", tell me?"), "I am the small model that comes with halfbyte: a gpt-oss with eight layers, trained in a few minutes.", (("model",),)),
     "what I can do": (("What can you do", "How can you help me", "What are you good at", "what do you know", "Which tasks can you do", "What may I ask you", "What is possible with you", "what can I ask"), ("?", "", " for me?", " here?", ", please?", " now?"), "I can calculate with small numbers, sort and reverse lists, find facts in a text, fill in JSON and call functions.", (("calculate",),)),
@@ -220,7 +222,7 @@ class Everyday(Source):
         return (
             self.names(count)
             if self.rng.random() < 0.4
-            else self.rng.sample((*words.THINGS, *words.ITEMS, *words.FOODS), count)
+            else self.rng.sample(tuple(dict.fromkeys((*words.THINGS, *words.ITEMS, *words.FOODS, *COMMON))), count)
         )
 
     def picking(self) -> Turn:
@@ -294,7 +296,7 @@ class Everyday(Source):
     def word(self) -> str:
         """A word of letters alone."""
         if self.rng.random() < 0.4:
-            return self.rng.choice((*words.THINGS, *words.ITEMS, *words.FOODS, *words.COLORS))
+            return self.rng.choice((*words.THINGS, *words.ITEMS, *words.FOODS, *words.COLORS, *COMMON))
         while not (word := self.name()).isalpha():
             pass
         return word.lower()
@@ -341,7 +343,7 @@ class Everyday(Source):
 
     def repeating(self) -> Turn:
         text = " ".join(
-            self.name() if self.rng.random() < 0.5 else self.rng.choice((*words.THINGS, *words.ITEMS, *words.COLORS))
+            self.name() if self.rng.random() < 0.5 else self.rng.choice((*words.THINGS, *words.COLORS, *COMMON))
             for _ in range(self.rng.randint(1, 9))
         )
         template, question = self.fill(self.pick(REPEAT), t=text)

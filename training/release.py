@@ -15,13 +15,16 @@ from pathlib import Path
 import checkpoint
 import eagle
 from network import GptOss
-from train import DRAFT, TINY
+from train import DRAFT, SECOND, TINY
+
+from halfbyte.model.config import ModelConfig
 
 
-def release(source: Path, models: Path) -> list[Path]:
-    written = []
+def release(source: Path, models: Path, target: ModelConfig | None = None) -> list[Path]:
+    """`target`: the network that the weights are of; None: the first edition."""
+    written, target = [], target or TINY
     if any(source.glob("weights-*.safetensors")):
-        model = GptOss(TINY)
+        model = GptOss(target)
         checkpoint.load_weights(model, source)
         checkpoint.export(model, models / "tiny")
         written.append(models / "tiny")
@@ -36,7 +39,7 @@ def release(source: Path, models: Path) -> list[Path]:
             shutil.copy(models / "tiny" / name, models / "tiny-draft" / name)
         written.append(models / "tiny-draft")
     if (source / "eagle3.safetensors").exists():
-        eagle.export(source, TINY, models / "tiny-eagle3")
+        eagle.export(source, target, models / "tiny-eagle3")
         written.append(models / "tiny-eagle3")
     if not written:
         raise SystemExit(f"{source} holds no weights; run training/reproduce.sh on a CUDA machine first")
@@ -47,8 +50,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("--models", type=Path, default=Path("models"))
+    parser.add_argument("--edition", type=int, choices=[1, 2], default=1, help="whose network the weights are of")
     args = parser.parse_args()
-    for folder in release(args.source, args.models):
+    for folder in release(args.source, args.models, SECOND if args.edition == 2 else TINY):
         size = sum(f.stat().st_size for f in folder.iterdir())
         print(f"{folder}: {size / 1e6:.1f} MB")
 

@@ -3,18 +3,19 @@
 # evaluation on problems that nothing saw. Twelve minutes or so on one H200; a stage that is done is not run again.
 #
 # usage: [FROM=models] [MORE_STEPS=1900] training/reproduce.sh OUT [SEED]
-#        EDITION=2 [FROM=models/tiny] [SECONDS_OF_TRAINING=430] training/reproduce.sh OUT [SEED]
+#        EDITION=2 [FROM=models/tiny] [SECONDS_OF_TRAINING=430] [STAGES=FOLDER] training/reproduce.sh OUT [SEED]
 # FROM: go on from the shipped FROM/tiny, tiny-draft and tiny-eagle3, with stages more and eagle alone.
 # EDITION=2: the second edition, conversations with names of the day, from the weights in the folder FROM: shipped ones, or the
-# OUT of an earlier run with another SEED. It trains for so many seconds, saves, and evaluates in another minute and a half.
+# OUT of an earlier run with another SEED. It trains for so many seconds, saving every minute, and evaluates for a minute or so.
+# STAGES: where stages keep what is not a result; OUT/stages by default.
 # MICRO=1: a network so small that a CPU trains it in a minute or two. It learns nothing; it shows that the script runs.
 #
 # Files in OUT: weights-N.safetensors (bf16 parent), draft-weights.safetensors, eagle3.safetensors, logs.tgz; stages/ can be
 # deleted. Then, on any machine: python training/release.py OUT
 set -euo pipefail
 out=$1 seed=${2:-0}
-work=$out/stages
-mkdir -p "$work"
+work=${STAGES:-$out/stages}
+mkdir -p "$out" "$work"
 export PYTHONPATH=src:training PYTHONUNBUFFERED=1
 
 stage() { # NAME ARGUMENTS...
@@ -24,25 +25,26 @@ stage() { # NAME ARGUMENTS...
     echo "$name is done"
     return
   fi
-  "${PYTHON:-python3}" training/train.py --seed "$seed" "$@" --out "$work/$name"
+  mkdir -p "$work/$name"
+  ${limit:+timeout "$limit"} "${PYTHON:-python3}" training/train.py --seed "$seed" --out "$work/$name" "$@" || return
   touch "$work/$name/done"
 }
 
 if [ "${EDITION:-1}" = 2 ]; then
   second=(--seconds "${SECONDS_OF_TRAINING:-430}" --steps 20000 --workers 9 --weights "${FROM:-models/tiny}")
-  judged=(--edition 2 --held-out 4242 --per-task 40 --conversations 500)
+  judged=(--edition 2 --held-out 4242 --per-task 30 --conversations 300)
   if [ -n "${MICRO:-}" ]; then
     second=(--micro --steps "$MICRO" --workers 1 --weights "${FROM:-$work/begin}")
     judged+=(--micro --per-task 1 --conversations 2)
     [ -n "${FROM:-}" ] || stage begin --stage main --micro --steps "$MICRO" --workers 1 --per-task 0
   fi
-  stage second --stage second "${second[@]}" --per-task 0 --conversations 0
-  cp "$work"/second/weights-*.safetensors "$out"
-  cp "$work/second/log.jsonl" "$out"
-  stage judged --stage evaluate "${judged[@]}" --weights "$work/second" | tee "$out/second.txt"
-  tar czf "$out/logs.tgz" -C "$work" $(cd "$work" && ls */*.json*)
+  # Weights and log straight into OUT, every minute: a run that is cut leaves the last ones.
+  stage second --stage second "${second[@]}" --per-task 0 --conversations 0 --out "$out"
+  limit=100
+  stage judged --stage evaluate "${judged[@]}" --weights "$out" >"$out/second.txt" 2>&1 && failed=0 || failed=$?
+  if [ -e "$work/judged/second.json" ]; then gzip -c "$work/judged/second.json" >"$out/second.json.gz"; fi
   ls -la "$out"
-  exit
+  exit "$failed"
 fi
 
 main=(--steps 3400 --workers 9 --per-task 20)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
 from errands import ERRANDS, Errands
 from everyday import NAMED, TOLD, running
 from phrasings import HONEST, Split
+from remarks import Told
 from turns import Turn
 
 from halfbyte.evals import words
@@ -260,9 +262,11 @@ class Writer(Errands):
     def follow_up(self, before: Turn) -> Turn | None:
         """A turn that is understood only with the one before it; None if nothing follows from that one."""
         rng = self.rng
-        if rng.random() < 0.12:
+        if rng.random() < 0.1:
             return replace(self.talk_of("thanks"), task="thanks")
-        if before.task in ("add", "subtract", "multiply"):
+        if before.task in ("tell", "of them") and "values" in before.facts:
+            return self.list_asked(before.facts["values"])
+        if before.task in ("add", "subtract", "multiply", "story"):
             op, a, b = (before.facts[k] for k in ("op", "a", "b"))
             return self.calculation_after(op, a, b, {"+": a + b, "-": a - b, "*": a * b}[op])
         if before.task in ("reverse", "count", "nth", "last"):
@@ -359,36 +363,39 @@ def conversations(
     """
     rng = Random(f"second/{split}/{seed}/{index}")
     writer = Writer(rng, split, wording)
-    makers: tuple[Callable[[], Turn], ...] = (
-        writer.arithmetic, writer.arithmetic, writer.numbers, writer.listing, writer.spelling, writer.reading,
-        writer.outside, writer.story, writer.picking, writer.lettering, writer.repeating, writer.comparing, writer.fact,
-        writer.fact, writer.talk, writer.beyond, writer.beyond,
-    )  # fmt: skip
+    makers: dict[Callable[[], Turn], float] = {
+        writer.arithmetic: 4, writer.numbers: 1.5, writer.listing: 1.5, writer.spelling: 1.6, writer.reading: 1.2,
+        writer.outside: 0.5, writer.story: 2.5, writer.picking: 2, writer.lettering: 1.6, writer.repeating: 1.2,
+        writer.comparing: 1, writer.fact: 2, writer.detail: 2, writer.talk: 1.2, writer.beyond: 2.2,
+    }  # fmt: skip
     size = rng.choice((1, *range(2, MOST_TURNS + 1)))
     facts = dict(zip(rng.sample(_KEYS, 2), writer.names(2), strict=True))
     told = {key: writer.value(TOLD[key][3]) for key in rng.sample(list(TOLD), 2)}
+    tellings = [Told(partial(writer.remark, k, v), partial(writer.recall, k, v)) for k, v in facts.items()]
+    tellings += [Told(partial(writer.told, k, v), partial(writer.told_again, k, v)) for k, v in told.items()]
+    tellings += [rng.choice((writer.relative, writer.relative, writer.stored, writer.favourite))()]
     persona = writer.name() if rng.random() < 0.1 else ""
     instructions = writer.pick(NAMED).format(v=persona) if persona else ""
-    unsaid, topics = [*facts, *told], []
-    rng.shuffle(unsaid)
+    unsaid: list[Told] = rng.sample(tellings, len(tellings))
+    topics: list[Told] = []
 
     def draw(before: Sequence[Turn], last: bool) -> Turn:
         kind = rng.random()
         turn: Turn | None = None
-        if before and kind < 0.3:
+        if before and kind < (0.8 if before[-1].facts.get("key") == "" and "values" in before[-1].facts else 0.35):
             turn = writer.follow_up(before[-1])
-        elif unsaid and not last and kind < 0.5:
+        elif not last and 0.35 <= kind < 0.38:
+            turn = writer.list_told()
+        elif unsaid and not last and kind < 0.55:
             topics.append(unsaid.pop())
-            key = topics[-1]
-            turn = writer.remark(key, facts[key]) if key in facts else writer.told(key, told[key])
+            turn = topics[-1].say()
         elif topics and kind < 0.7:
-            key = rng.choice(topics)
-            turn = writer.recall(key, facts[key]) if key in facts else writer.told_again(key, told[key])
-        elif before and kind < 0.72:
+            turn = rng.choice(topics).ask()
+        elif before and 0.7 <= kind < 0.74:
             turn = writer.not_told(rng.choice([key for key in TOLD if key not in told]))
         elif persona and kind < 0.85:
             turn = writer.persona(persona)
-        return turn or rng.choice(makers)()
+        return turn or rng.choices(list(makers), list(makers.values()))[0]()
 
     def fresh(make: Callable[[], Turn]) -> Turn:
         while True:
@@ -413,9 +420,12 @@ def conversations(
     elif kind < 0.44:
         makes = writer.json_record
         endings = 1
-    elif kind < 0.54:
+    elif kind < 0.53:
         form = writer.form()
         makes = lambda: writer.note(*form)  # noqa: E731
+    elif kind < 0.56:
+        makes = writer.answer_form
+        endings = 1
     else:
         makes = lambda: draw(turns, True)  # noqa: E731
     return [[*turns, fresh(makes)] for _ in range(endings)]

@@ -27,7 +27,7 @@ _CONSONANTS = "bcdfghjklmnpqrstvwxyz"
 # Around a question in training; each ends so that no list or text behind it runs into it.
 _OPENERS = (
     "Hi! ", "Hello! ", "Hey! ", "Please help me. ", "Quick question: ", "Next question. ", "Another thing: ", "Good day. ", "Okay. ", "Now this: ",
-    "Please: ", "I have a question. ", "So: ", "Something else: ", "Well then. ", "For my work: ", "My question: ", "Tell me: ", "Answer this: ",
+    "Please: ", "hey ", "ok ", "so ", "hi, ", "and ", "ok now ", "hey there, ", "quick: ", "I have a question. ", "So: ", "Something else: ", "Well then. ", "For my work: ", "My question: ", "Tell me: ", "Answer this: ",
 )  # fmt: skip
 _CLOSERS = (
     " Thanks!",
@@ -36,9 +36,54 @@ _CLOSERS = (
     " I am not sure.",
     " It matters to me.",
     " Be quick.",
+    " quickly please",
     " Thanks in advance!",
 )
+# Common words: what a visitor writes, and the letters that invented words are put together from.
+COMMON = (
+    "absent active advice airport answer apartment autumn balance balcony barrel battle beach beauty bicycle biscuit blanket "
+    "bottom branch breakfast brother bucket building butter button cabbage cactus camera captain carpet ceiling center chapter "
+    "cherry chicken chimney circle citizen client coffee collar comfort corner cotton cousin cradle cricket curtain customer "
+    "daughter december dentist dinner distance donkey dragon drawer elbow electric empty evening example factory family farmer "
+    "father festival finger fisher flower foreign fountain freedom friend frozen furniture future gallery gentle giraffe glasses "
+    "grammar grandma ground guitar handle harvest heaven helmet hidden history holiday honest hospital hungry husband island jacket "
+    "jungle kangaroo kitchen ladder language laundry lawyer leather lecture lemonade library machine magazine marriage medicine "
+    "member minute mirror mistake moment monster morning muscle museum narrow neighbor notebook ocean october onion orange oven "
+    "package paper parent partner passenger pattern peanut pencil people pepper pilot planet plastic pocket police postcard potato "
+    "present prince problem promise pumpkin puzzle quarter quiet rabbit rainbow reason record remember restaurant rocket sandwich "
+    "school science scissors season secret shadow shoulder silence silver simple singer sister skeleton soldier special spider "
+    "spring square station steamer stomach stranger student sudden sugar sunday surface sweater table teacher telephone temple "
+    "theater thirsty tiger tomato tongue traffic travel treasure triangle trousers tunnel turtle uncle uniform universe valley "
+    "vegetable village violin visitor volcano wagon wallet warning water weather whisper window winter wonder worker yellow"
+).split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+
+def _letters() -> dict[str, str]:
+    """Two letters -> what follows them in common words and names; two spaces begin a word, a space ends one."""
+    after: dict[str, str] = {}
+    for word in (*COMMON, *words.NAMES, *words.CITIES, *words.THINGS):
+        spaced = f"  {word.lower()} "
+        for i in range(len(spaced) - 2):
+            after[spaced[i : i + 2]] = after.get(spaced[i : i + 2], "") + spaced[i + 2]
+    return after
+
+
+_AFTER = _letters()
+_TABLED = frozenset(
+    word.lower()
+    for table in (
+        words.NAMES, words.CITIES, words.JOBS, words.FOODS, words.COLORS, words.PETS, words.SPORTS, words.VEHICLES, words.MONTHS,
+        words.DAYS, words.ITEMS, words.THINGS, words.LANGUAGES, words.ROOMS, COMMON,
+    )
+    for word in table
+)  # fmt: skip
+_SHORTENED = (
+    ("What is", "What's", "what's", "whats", "Whats"), ("Who is", "Who's", "who's"), ("Where is", "Where's", "where's"),
+    ("I am", "I'm", "im"), ("I have", "I've got", "i have"), ("do not", "don't", "dont"), ("Please ", "pls ", "plz ", "please "),
+    ("Could you", "could u", "cld you"), ("Can you", "can u", "can you"), ("Do you", "do u", "d'you"), ("you", "u"),
+    ("Tell me", "tell me", "Just tell me"),
+)  # fmt: skip
 
 
 def held_out(name: str) -> bool:
@@ -86,7 +131,9 @@ class Source:
         rng = self.rng
         while True:
             kind = rng.random()
-            if kind < 0.35:
+            if kind < 0.15:
+                name = self.lookalike()
+            elif kind < 0.35:
                 name = words.invented(rng)
             elif kind < 0.55:
                 pair = rng.choice(("aeiou", _CONSONANTS)), rng.choice((_CONSONANTS, "aeiou"))
@@ -101,6 +148,22 @@ class Source:
                 name = f"{rng.choice(words.THINGS)}{rng.choice(words.ITEMS)}"
             if held_out(name) == (self.split == "held-out"):
                 return name
+
+    def lookalike(self) -> str:
+        """A word of this split that is none, with the letters of real ones and an ending that few of them have."""
+        rng = self.rng
+        while True:
+            word = "  "
+            while len(word) < 11 and not (len(word) > 2 and word.endswith(" ")):
+                word += rng.choice(_AFTER[word[-2:]])
+            word = word.strip()
+            word += rng.choice(("x", "z", "k", "v") if word[-1] in "aeiouy" else ("a", "o", "u", "i", "ov"))
+            if 5 <= len(word) <= 10 and held_out(word) == (self.split == "held-out"):
+                return word.capitalize() if rng.random() < 0.7 else word
+
+    def drawn(self, name: str) -> bool:
+        """True if a value is a name of the open vocabulary, not a word of a table."""
+        return re.fullmatch(r"[A-Za-z][\w-]*", name) is not None and name.lower() not in _TABLED
 
     def names(self, count: int) -> list[str]:
         drawn: dict[str, None] = {}
@@ -127,12 +190,15 @@ class Source:
         """(template, question), sometimes in lower case, with a number in words, with a typing error, or in training
         with something said around it."""
         for key, value in fields.items():
-            if isinstance(value, int) and value < 100 and self.rng.random() < 0.15:
+            joined = re.search(rf"[-+*]{{{key}}}|{{{key}}}[-+*]", template)  # without a space a word would run on
+            if isinstance(value, int) and value < 100 and not joined and self.rng.random() < 0.15:
                 fields[key] = in_words(value)
         lower = self.rng.random() < 0.15
-        text = self.typo(template) if self.rng.random() < 0.05 else template
+        text = self.typo(template) if self.rng.random() < 0.07 else template
+        if self.wording == "train" and self.rng.random() < 0.15:
+            text = self.shortened(text)
         question = (text[0].lower() + text[1:] if lower else text).format(**fields)
-        if template.startswith("{v}") and not lower:  # a verb; names stay as they are
+        if template.startswith("{v}") and "o" in fields and not lower:  # a verb; names stay as they are
             question = question[0].upper() + question[1:]
         if self.wording == "train":
             question = self.around(question)
@@ -147,9 +213,17 @@ class Source:
         return question[:-1] if chance < 0.35 and question[-1] in ".?" else question
 
     def typo(self, template: str) -> str:
-        """The template with two neighbouring letters of one longer word swapped."""
+        """The template with two neighbouring letters of one longer word swapped, one left out or one doubled."""
         spots = [m for m in re.finditer(r"(?<![\w{])[a-z]{5,}(?![\w}])", template) if "{" not in m[0]]
         if not spots:
             return template
         at = self.rng.choice(spots).start() + self.rng.randint(1, 3)
-        return f"{template[:at]}{template[at + 1]}{template[at]}{template[at + 2 :]}"
+        wrong = (template[at + 1] + template[at], template[at], 2 * template[at] + template[at + 1])
+        return f"{template[:at]}{self.rng.choice(wrong)}{template[at + 2 :]}"
+
+    def shortened(self, template: str) -> str:
+        """The template as people type it: what's, I'm, don't, pls."""
+        for long, *short in _SHORTENED:
+            if long in template:
+                template = template.replace(long, self.rng.choice(short), 1)
+        return template
