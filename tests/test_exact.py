@@ -12,6 +12,7 @@ COPIES = {
     "model/test_checkpoint.py", "model/test_synthetic.py", "plan/test_activations.py", "model/test_upload.py",
     "lab/test_load.py", "lab/measure/test_load.py", "ops/test_attention.py::test_pages_give_back_what_was_written",
     "engine/test_device_runner.py::test_what_is_sent_arrives_aligned_and_typed",
+    "engine/test_page_memory.py::test_a_page_is_written_before_the_next_step_and_behind_work_that_uses_it",
     # Elementwise operations, and weights as they are stored and read back.
     "ops/test_folding.py", "ops/test_rope.py", "lab/test_kept_logits.py",
     "engine/test_speculative.py::test_a_borrowed_output_layer_has_no_norm_in_it",

@@ -119,11 +119,11 @@ class ScheduleBench:
     ) -> None:  # fmt: skip
         resolved = resolve_model(name)
         self.gates, self.methods = gates, methods
-        place = resolve_device(device)
-        if place.type == "cpu":
-            self.model = load_model(resolved, gates, device=place, page_size=page_size)
+        at = resolve_device(device)
+        if at.type == "cpu":
+            self.model = load_model(resolved, gates, device=at, page_size=page_size)
         else:  # the shape that the kernels of large models want
-            self.model = load_padded(gates, place)
+            self.model = load_padded(gates, at)
             page_size = self.model.spec.page_size
         self.tokenizer, self.vocab = tokenizer_of(resolved), self.model.config.vocab
         self._pool = PagePool(9, page_size, self.model.config.window)
@@ -394,11 +394,11 @@ def schedules(run: Run, options: Options) -> None:
 
 
 def play_part(
-    preset: str, threads: int, page_size: int, first: int, end: int, whole: bool, out: str, requests: int, device: str,
+    preset: str, threads: int, page_size: int, first: int, end: int, full: bool, out: str, requests: int, device: str,
     methods: Sequence[str], until: float,
 ) -> None:  # fmt: skip
     """Play these seeds in this process and write down what became of them, after every few. Where they are not played
-    as a `whole`, only the answers of one request at a time are wanted."""
+    in `full`, only the answers of one request at a time are wanted."""
     machine = ScheduleBench(
         gates_of(preset, threads), device=device or None, page_size=page_size, methods=tuple(methods)
     )
@@ -416,7 +416,7 @@ def play_part(
         if len(digests) % RESTARTED == 0 or seed + 1 == end:
             phases = sorted({name for chosen in machine.model.plan.selection.chosen.values() for name in chosen})
             record = {
-                "whole": whole, "first": first, "digests": digests, "events": events, "differences": differences[:8],
+                "full": full, "first": first, "digests": digests, "events": events, "differences": differences[:8],
                 "phases": phases, "seconds": time.perf_counter() - start, "device": str(machine.model.device),
             }  # fmt: skip
             write_records(out, [record])
@@ -424,10 +424,10 @@ def play_part(
 
 
 def verdict(cell: Cell, outcomes: list[CaseOutcome]) -> Result:
-    """Of all parts of a preset and number of threads."""
+    """The result of a preset and number of threads from all of its parts."""
     failed = "; ".join(outcome.failed for outcome in outcomes if outcome.failed)
     records = sorted((r for outcome in outcomes for r in outcome.records), key=lambda r: int(r["first"]))
-    played, again = ([r for r in records if r["whole"] is whole] for whole in (True, False))
+    played, again = ([r for r in records if r["full"] is full] for full in (True, False))
     if not played or not again:
         return Result(cell, refused=f"no schedule was played ({failed or 'no time was left'})")
     events: Counter[str] = Counter()

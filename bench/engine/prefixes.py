@@ -138,7 +138,7 @@ class GapLoad:
     tokens: int = STREAM_TOKENS  # of each stream, at most
     prompt: int = FIRST  # tokens of a prompt
     answer: int = ANSWER
-    kept: int = PROMPTS  # prompts that come `again`, of which the pages hold a part
+    repeated: int = PROMPTS  # prompts that come `again`, of which the pages hold a part
     prompts: int = ROUND_PROMPTS  # that come in a round
 
 
@@ -149,7 +149,7 @@ def play_gaps(core: EngineCore, load: GapLoad, again: bool) -> dict[str, Any]:
 
     short = SamplingParams(temperature=0.0, max_tokens=load.answer, ignore_eos=True)
     rng = random.Random(13)
-    prompts = [random_tokens(rng, load.prompt) for _ in range(load.kept)]
+    prompts = [random_tokens(rng, load.prompt) for _ in range(load.repeated)]
     for i, prompt in enumerate(prompts):  # so that the lower tiers have them
         core.submit(Request(prompt, short, id=f"before {i}"))
         while core.has_work:
@@ -164,7 +164,7 @@ def play_gaps(core: EngineCore, load: GapLoad, again: bool) -> dict[str, Any]:
     under_way = False
     while answered < load.prompts and core.has_work:
         if not under_way and len(last) == load.streams:
-            prompt = prompts[answered % load.kept] if again else random_tokens(rng, load.prompt)
+            prompt = prompts[answered % load.repeated] if again else random_tokens(rng, load.prompt)
             core.submit(Request(prompt, short, id=f"prompt {answered}", client="prompts"))
             under_way = True
         outputs = core.step()

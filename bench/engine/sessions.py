@@ -203,7 +203,7 @@ def measure_first_tokens(run: Run, bench: SessionBench, folder: Path, length: in
             (answer.tokens, answer.logprobs) == (cold.tokens, cold.logprobs),
         )
         tier = {"host memory": answer.usage.memory_tokens, "disk": answer.usage.disk_tokens}.get(path, length)
-        found = Check("the prefix came from this tier", tier > 0.9 * length, tier, 0.9 * length)
+        reuse = Check("the prefix came from this tier", tier > 0.9 * length, tier, 0.9 * length)
         figures = [
             figure("seconds", "s", answer.seconds), figure("ratio", "ratio", answer.seconds / cold.seconds),
             figure("read_alone", "s", size / speed), figure("disk_read", "GB/s", speed / 1e9),
@@ -217,10 +217,10 @@ def measure_first_tokens(run: Run, bench: SessionBench, folder: Path, length: in
             "speeds": vars(speeds), "load": os.getloadavg()[0],
         }  # fmt: skip
         cell = bench.cell("first token", path, "on", {"pp": length})
-        ok = same.ok and found.ok
+        ok = same.ok and reuse.ok
         run.add(
             Result(
-                cell, tuple(figures) if ok else (), (same, found), targets if path == "as chosen" and ok else (),
+                cell, tuple(figures) if ok else (), (same, reuse), targets if path == "as chosen" and ok else (),
                 detail=detail,
             )
         )  # fmt: skip
@@ -239,7 +239,9 @@ def measure_gaps(run: Run, bench: SessionBench, folder: Path, again: bool) -> No
     """Every case in turn; the first round captures and compiles."""
     options, model = bench.options, bench.models["off"]
     size = model.spec.page_size
-    work = GapLoad(streams=options.gap_streams, tokens=1024, prompt=options.gap_prompt, answer=4, kept=6, prompts=18)
+    work = GapLoad(
+        streams=options.gap_streams, tokens=1024, prompt=options.gap_prompt, answer=4, repeated=6, prompts=18
+    )
     prompt_pages = bench.cores["off"].pages.peak_pages(work.prompt + work.answer, 2048)
     pages = 1 + work.streams * (work.tokens // size + 5) + 4 * prompt_pages
     memory = 16 * prompt_pages * model.page_bytes
@@ -285,14 +287,14 @@ def measure_decode(run: Run, bench: SessionBench, streams: int) -> None:
             if number:
                 speeds[mode].append(measured.rate)
     ratio = statistics.median(a / b for a, b in zip(speeds["on"], speeds["off"], strict=True))
-    wanted = 1 - DECODE_COST
+    target = 1 - DECODE_COST
     for mode, values in speeds.items():
         figures: tuple[Figure, ...] = (figure("speed", "tok/s", values),)
         targets: tuple[Check, ...] = ()
         if mode == "on":
             figures += (figure("of_plain", "ratio", ratio),)
             if streams > FEW_STREAMS:
-                targets = (Check("at least 0.95 of the speed without", ratio >= wanted, ratio, wanted),)
+                targets = (Check("at least 0.95 of the speed without", ratio >= target, ratio, target),)
         cell = bench.cell("decode", "engine", mode, work.shape)
         run.add(Result(cell, figures, (), targets))
 
@@ -305,7 +307,7 @@ def measure_loop(run: Run, bench: SessionBench) -> None:
             play = partial(play_loop, core, core.step, prompt=options.loop_prompt)
             play(min(4, options.loop_streams), 1, tokens=4, seed=2)
             loops[mode] = play(options.loop_streams, options.loop_turns, tokens=options.loop_tokens)
-    ratio, wanted = loops["on"].speed / loops["off"].speed, 1 - LOOP_COST
+    ratio, target = loops["on"].speed / loops["off"].speed, 1 - LOOP_COST
     for mode, times in loops.items():
         ordered = sorted(times.gaps)
         figures: tuple[Figure, ...] = (
@@ -316,7 +318,7 @@ def measure_loop(run: Run, bench: SessionBench) -> None:
         targets: tuple[Check, ...] = ()
         if mode == "on":
             figures += (figure("of_plain", "ratio", ratio),)
-            targets = (Check("at least 0.88 of the speed without", ratio >= wanted, ratio, wanted),)
+            targets = (Check("at least 0.88 of the speed without", ratio >= target, ratio, target),)
         shape = {"pp": options.loop_prompt, "tg": options.loop_tokens, "concurrency": options.loop_streams}
         run.add(Result(bench.cell("closed loop", "engine", mode, shape), figures, (), targets))
 

@@ -53,7 +53,7 @@ ONE_ROWS_RING: dict[str, Any] = {"workers": 12, "slot": 24_576, "probe": 0}
 
 
 @dataclass(frozen=True)
-class Trial:
+class StepTrial:
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
     defines: tuple[str, ...] = ()
@@ -67,31 +67,31 @@ class Trial:
 
 TODAY = "as it is"
 TRIALS = (
-    Trial(TODAY, sustained=True),
-    Trial("nap 60", {"nap": 60}, sustained=True),
-    Trial("nap 100", {"nap": 100}, sustained=True),
-    Trial("nap 300", {"nap": 300}, sustained=True),
-    Trial("one poller", defines=("HB_ONE_POLLER=1",), sustained=True),
-    Trial("one poller, nap 100", {"nap": 100}, ("HB_ONE_POLLER=1",), sustained=True),
-    Trial("shift as a product", defines=("HB_BY_PRODUCT=1",)),
-    Trial("four chains in o", defines=("HB_O_CHAINS=4",)),
-    Trial("parts of three pages", {"splits": 12}, ("HB_PART_PAGES=3",)),
-    Trial("router sums joined", defines=("HB_ROUTER_JOINED=1",)),
-    Trial(
+    StepTrial(TODAY, sustained=True),
+    StepTrial("nap 60", {"nap": 60}, sustained=True),
+    StepTrial("nap 100", {"nap": 100}, sustained=True),
+    StepTrial("nap 300", {"nap": 300}, sustained=True),
+    StepTrial("one poller", defines=("HB_ONE_POLLER=1",), sustained=True),
+    StepTrial("one poller, nap 100", {"nap": 100}, ("HB_ONE_POLLER=1",), sustained=True),
+    StepTrial("shift as a product", defines=("HB_BY_PRODUCT=1",)),
+    StepTrial("four chains in o", defines=("HB_O_CHAINS=4",)),
+    StepTrial("parts of three pages", {"splits": 12}, ("HB_PART_PAGES=3",)),
+    StepTrial("router sums joined", defines=("HB_ROUTER_JOINED=1",)),
+    StepTrial(
         "these four", {"splits": 12},
         ("HB_BY_PRODUCT=1", "HB_O_CHAINS=4", "HB_PART_PAGES=3", "HB_ROUTER_JOINED=1"), sustained=True,
     ),
-    Trial("an acquire a phase", {"acquire": True}),
-    Trial("shared copies kept in L2", {"keep_shared": True}),
-    Trial(f"2 rows, {TODAY}", rows=2, sustained=True),
-    Trial("2 rows, ring of one row", ONE_ROWS_RING, rows=2, sustained=True),
-    Trial("2 rows, ring of one row, probing", ONE_ROWS_RING | {"probe": 1}, rows=2),
-    Trial(f"4 rows, {TODAY}", rows=4),
-    Trial("4 rows, ring of one row", ONE_ROWS_RING, rows=4),
+    StepTrial("an acquire a phase", {"acquire": True}),
+    StepTrial("shared copies kept in L2", {"keep_shared": True}),
+    StepTrial(f"2 rows, {TODAY}", rows=2, sustained=True),
+    StepTrial("2 rows, ring of one row", ONE_ROWS_RING, rows=2, sustained=True),
+    StepTrial("2 rows, ring of one row, probing", ONE_ROWS_RING | {"probe": 1}, rows=2),
+    StepTrial(f"4 rows, {TODAY}", rows=4),
+    StepTrial("4 rows, ring of one row", ONE_ROWS_RING, rows=4),
 )  # fmt: skip
 
 
-def today_of(trial: Trial) -> str:
+def today_of(trial: StepTrial) -> str:
     """The trial that another is compared with."""
     return TODAY if trial.rows == 1 else f"{trial.rows} rows, {TODAY}"
 
@@ -99,7 +99,7 @@ def today_of(trial: Trial) -> str:
 class TimedTrial:
     """A trial's step of all layers, captured."""
 
-    def __init__(self, trial: Trial, case: DecodeCase, shape: StepShape) -> None:
+    def __init__(self, trial: StepTrial, case: DecodeCase, shape: StepShape) -> None:
         self.trial, self.step = trial, case.step(shape)
         self.graph = timing.captured(self.step.run)
         self.samples: list[float] = []
@@ -137,7 +137,7 @@ class TimedTrial:
         return {"us": us} | joules | power
 
 
-def cell_of(trial: Trial, layers: int) -> Cell:
+def cell_of(trial: StepTrial, layers: int) -> Cell:
     model = f"120b, {layers} layers" if layers else "120b"
     shape = {"formats": "mxfp4", "rows": trial.rows, "context": CONTEXT, "trial": trial.name}
     return Cell("decode", model, path=KERNEL, shape=shape)
@@ -160,7 +160,7 @@ def result_of(timed: TimedTrial, today: TimedTrial, checks: tuple[Check, ...], l
 
 def trace_at_the_end(case: DecodeCase, shape: StepShape, cell: Cell, steps: int) -> Result:
     """Where the time goes in the last of so many steps behind each other, and alone after a pause."""
-    timed = TimedTrial(Trial("traced"), case, replace(shape, trace=True))
+    timed = TimedTrial(StepTrial("traced"), case, replace(shape, trace=True))
     assert timed.step.trace is not None
     timed.begin()
     timed.microseconds(3)
@@ -244,15 +244,15 @@ class Options:
     dense_rows: tuple[int, ...] = option((32, 64), "of qkv and o by a warpgroup's products")
 
 
-def chosen(words: tuple[str, ...]) -> list[Trial]:
-    if unknown := [w for w in words if not any(w in t.name for t in TRIALS)]:
+def chosen(terms: tuple[str, ...]) -> list[StepTrial]:
+    if unknown := [w for w in terms if not any(w in t.name for t in TRIALS)]:
         raise UsageError(f"one-stream has no trial with {unknown[0]!r} in its name.")
-    mine = [t for t in TRIALS if not words or any(w in t.name for w in words)]
+    mine = [t for t in TRIALS if not terms or any(w in t.name for w in terms)]
     today = {today_of(t) for t in mine}
     return [t for t in TRIALS if t in mine or t.name in today]
 
 
-def compile_trials(trials: list[Trial], layers: int, traced: bool) -> None:
+def compile_trials(trials: list[StepTrial], layers: int, traced: bool) -> None:
     shapes = [t.shape(layers) for t in trials]
     shapes += [at_depth(s, depth) for s in shapes for depth in range(1, DEPTH + 1)]
     if traced:
@@ -264,8 +264,8 @@ def compile_trials(trials: list[Trial], layers: int, traced: bool) -> None:
 def one_stream(run: Run, options: Options) -> None:
     begun = time.perf_counter()
 
-    def clock(what: str) -> None:
-        print(f"{time.perf_counter() - begun:6.1f} s  {what}", flush=True)
+    def clock(stage: str) -> None:
+        print(f"{time.perf_counter() - begun:6.1f} s  {stage}", flush=True)
 
     timing.begin()
     trials = chosen(options.trials)

@@ -32,9 +32,8 @@ from halfbyte.lab.result import Cell, Result, figure
 
 SOURCE = Path(__file__).with_name("tile_loop.cu")
 WIDTH, CHUNKS, CHUNK = 2880, 45, 544
-KEPT = (
-    7  # passes whose sums are compared: more of today's than it has slots, or the five after which A and B begin again
-)
+# Of today's body more than it has slots; of A and B the five after which they begin again.
+COMPARED_PASSES = 7
 BOUND = 2e-3  # of the decode step's values (docs/numerics.md)
 BODIES = {"today": 0, "today, a shift as a product": 1, "A: masks, two digits": 2, "B: a table, two digits": 3}
 THIRDS, ATOMS, PART = 3, 8, 15  # of K for a warpgroup: eight times four groups, of 15 chunks
@@ -65,7 +64,7 @@ class LoopBody:
 
     @property
     def rows(self) -> int:
-        """Of the weights that one pass makes."""
+        """Rows of the weights in one pass."""
         return 16 if self.today else 64
 
     @property
@@ -107,10 +106,10 @@ def digits_of(x: Tensor) -> tuple[Tensor, Tensor]:
         for digit, part in enumerate((high, low)):
             atoms[:, group // 4, 2 * (group % 4) + digit, group % 4] = part[:, group].view(torch.uint8)
     units = atoms.view(THIRDS, ATOMS, 8, 8, 16)
-    place = torch.arange(8, device=x.device)
+    unit = torch.arange(8, device=x.device)
     swizzled = torch.empty_like(units)
     for row in range(8):
-        swizzled[:, :, row, place ^ row] = units[:, :, row, place]
+        swizzled[:, :, row, unit ^ row] = units[:, :, row, unit]
     scales = torch.zeros((THIRDS, 4 * ATOMS), device=x.device)
     scales[:, : 2 * PART] = scale
     return swizzled.reshape(THIRDS, ATOMS, 1024).contiguous(), scales
@@ -141,18 +140,19 @@ def digit_slots(body: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
     )
     # slot, r, g, chunk, group, half of 16, t, four -> slot, chunk, g, t, group, r, half, four
     lanes = codes.view(DIGIT_SLOTS, 2, 8, PART, 2, 2, 4, 4).permute(0, 3, 2, 6, 4, 1, 5, 7)
-    words = digit_words(lanes.reshape(*lanes.shape[:6], 8), body).reshape(DIGIT_SLOTS, PART, 128)
+    packed = digit_words(lanes.reshape(*lanes.shape[:6], 8), body).reshape(DIGIT_SLOTS, PART, 128)
     small = (
         scales.view(DIGIT_SLOTS, 2, 8, PART, 2).permute(0, 3, 2, 4, 1).reshape(DIGIT_SLOTS, PART, 32).to(torch.uint8)
     )
-    chunks = torch.cat((words.contiguous().view(torch.uint8), small), -1).reshape(DIGIT_SLOTS, PART * CHUNK)
+    chunks = torch.cat((packed.contiguous().view(torch.uint8), small), -1).reshape(DIGIT_SLOTS, PART * CHUNK)
     slots = torch.zeros((DIGIT_SLOTS, DIGIT_SLOT_BYTES), dtype=torch.uint8, device=device)
     slots[:, : PART * CHUNK] = chunks
     return slots, values.reshape(DIGIT_SLOTS, 16, PART * 64)
 
 
 def today_slots(body: LoopBody, device: str | torch.device) -> tuple[Tensor, Tensor]:
-    """The same in tile16: the first slot of a tile has 24 chunks, the second 21, and a slot may be either."""
+    """Slots of random weights in tile16, and their values: the first slot of a tile has 24 chunks, the second 21, and a
+    slot may be either."""
     chunks = random_matrix(body.slots * 16, 24 * 64, format="mxfp4", device=device)  # [slots, 24, 544]
     slots = torch.zeros((body.slots, body.slot_bytes), dtype=torch.uint8, device=device)
     slots[:, : 24 * CHUNK] = chunks.reshape(body.slots, -1)
@@ -162,7 +162,7 @@ def today_slots(body: LoopBody, device: str | torch.device) -> tuple[Tensor, Ten
 
 
 def expected_sums(body: LoopBody, values: Tensor, x: Tensor, passes: int) -> Tensor:
-    """Of the first passes, float64 [passes, rows]."""
+    """The sums of the first passes, float64 [passes, rows]."""
     sums = []
     for number in range(passes):
         if body.today:
@@ -192,11 +192,11 @@ class LoopCase:
         self.x = torch.randn(WIDTH, device=device).bfloat16()
         slots, self.values = today_slots(body, device) if body.today else digit_slots(body.number, device)
         digits, x_scales = digits_of(self.x)
-        self.out = torch.full((KEPT, body.rows), float("nan"), device=device)
+        self.out = torch.full((COMPARED_PASSES, body.rows), float("nan"), device=device)
         self.cycles = torch.zeros(machine.blocks, dtype=torch.int64, device=device)
         tensors = (slots, digits, x_scales, paired_words(self.x), self.out, self.cycles, machine.failure)
         self.keep = tensors
-        self.args = ProbeArgs(*(t.data_ptr() for t in tensors), passes=KEPT, kept=KEPT)
+        self.args = ProbeArgs(*(t.data_ptr() for t in tensors), passes=COMPARED_PASSES, kept=COMPARED_PASSES)
 
     def run(self, passes: int, blocks: int | None = None) -> None:
         self.args.passes = passes
@@ -205,11 +205,11 @@ class LoopCase:
     def check(self) -> tuple[Verdict, float]:
         """The verdict, and the error relative to the sums' size."""
         self.out.fill_(float("nan"))
-        self.run(KEPT)
-        found, expected = self.out.double(), expected_sums(self.body, self.values, self.x.double(), KEPT)
-        verdict = Verdict(f"{KEPT} passes of {self.body.name}")
-        verdict.compare("sums", found, expected, BOUND)
-        return verdict, float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+        self.run(COMPARED_PASSES)
+        sums, expected = self.out.double(), expected_sums(self.body, self.values, self.x.double(), COMPARED_PASSES)
+        verdict = Verdict(f"{COMPARED_PASSES} passes of {self.body.name}")
+        verdict.compare("sums", sums, expected, BOUND)
+        return verdict, float((sums - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
 # ---- the measurement ---------------------------------------------------------------------------------------------

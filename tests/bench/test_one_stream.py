@@ -11,7 +11,7 @@ from bench.checks import decode_case
 from bench.checks.decode_case import DecodeCase
 from bench.checks.decode_check import check_decode
 from bench.experiments import one_stream
-from bench.experiments.one_stream import TODAY, TRIALS, Trial
+from bench.experiments.one_stream import TODAY, TRIALS, StepTrial
 from halfbyte.errors import UsageError
 from halfbyte.kernels.cuda.decode.shape import StepShape
 from tests.kernels.cuda.emulator import Emulator
@@ -25,7 +25,7 @@ NEW_CODE = [t for t in TRIALS if t.defines or {"acquire", "keep_shared"} & set(t
     "trial",
     [pytest.param(t, id=t.name, marks=[] if t.name == "these four" else pytest.mark.slow) for t in NEW_CODE],
 )
-def test_a_trial_is_a_right_step(trial: Trial) -> None:
+def test_a_trial_is_a_right_step(trial: StepTrial) -> None:
     torch.manual_seed(5)
     shape = replace(SMALL, rows=trial.rows, **trial.changes, defines=trial.defines)
     case = DecodeCase.make(shape, decode_case.random_weights(shape, "cpu"), CONTEXT, trial.rows)

@@ -158,16 +158,16 @@ def test_another_process_gives_the_same_answers(machine: ScheduleBench, tmp_path
     assert record["differences"] == []
 
 
-def part(first: int, digests: list[str], *, whole: bool = True, happened: int = 1, differs: str = "") -> CaseOutcome:
+def part(first: int, digests: list[str], *, full: bool = True, happened: int = 1, differs: str = "") -> CaseOutcome:
     record = {
-        "whole": whole, "first": first, "digests": digests, "events": dict.fromkeys(HAPPENED, happened),
+        "full": full, "first": first, "digests": digests, "events": dict.fromkeys(HAPPENED, happened),
         "differences": [differs] if differs else [], "phases": [], "seconds": 1.0, "device": "cpu",
     }  # fmt: skip
     return CaseOutcome((), [record], "")
 
 
 def test_schedules_in_parts_are_judged_together() -> None:
-    cell, again = Cell("schedules"), part(0, ["a"], whole=False)
+    cell, again = Cell("schedules"), part(0, ["a"], full=False)
     good = verdict(cell, [part(2, ["c", "d"]), part(0, ["a", "b"]), again])
     assert not good.refused
     assert good.figure("schedules").value == 4

@@ -253,8 +253,8 @@ def _conversation(change: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _last_turn(conversation: Any) -> None:
-    asked = [i for i, message in enumerate(conversation.messages) if message.role == "user"]
-    conversation.messages = conversation.messages[asked[-1] if asked else 0 :]
+    questions = [i for i, message in enumerate(conversation.messages) if message.role == "user"]
+    conversation.messages = conversation.messages[questions[-1] if questions else 0 :]
 
 
 def _no_instructions(conversation: Any) -> None:
@@ -336,16 +336,16 @@ def _no_cancel(module: Any) -> None:
 
 
 def _short_streams(module: Any) -> None:
-    """Of a streamed request only the end of the prompt is read, and all of it is counted."""
+    """The model reads only the end of a streamed request's prompt; the usage counts all of it."""
     generate, encoded, generation = module.generate_text, module._encoded, module.Generation
 
     def generate_short(service: Any, body: Any, *args: Any, **more: Any) -> Any:
         lengths: list[int] = []
 
         def short(service: Any, prompts: Any) -> Any:
-            whole = encoded(service, prompts)
-            lengths.extend(map(len, whole))
-            return [ids[-32:] for ids in whole]
+            prompt_ids = encoded(service, prompts)
+            lengths.extend(map(len, prompt_ids))
+            return [ids[-32:] for ids in prompt_ids]
 
         def counting(*args: Any, prompt_tokens: int, **more: Any) -> Any:
             return generation(*args, prompt_tokens=sum(lengths), **more)

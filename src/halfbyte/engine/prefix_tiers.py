@@ -204,22 +204,22 @@ class PrefixTiers:
         if isinstance(pages, list):
             store.remove(pages)
             return
-        present = [key for ref in pages.refs if (key := _key(ref.kind, ref.hash)) in store or key in self._broken]
-        known = set(present)
-        absent = [ref for ref in pages.refs if _key(ref.kind, ref.hash) not in known]
+        stored = [key for ref in pages.refs if (key := _key(ref.kind, ref.hash)) in store or key in self._broken]
+        stored_keys = set(stored)
+        absent = [ref for ref in pages.refs if _key(ref.kind, ref.hash) not in stored_keys]
         left = len(absent)
         for some in self._portions(absent):
             contents = [self._in_memory(_key(ref.kind, ref.hash)) for ref in some]
             unread = [ref for ref, content in zip(some, contents, strict=True) if content is None]
             read = iter(self._read_pages(unread, pages.behind))
-            for ref, held in zip(some, contents, strict=True):
+            for ref, in_memory in zip(some, contents, strict=True):
                 left -= 1
-                content = next(read) if held is None else held
+                content = next(read) if in_memory is None else in_memory
                 if content is not None and not store.write(_key(ref.kind, ref.hash), content):
                     self._skipped += 1 + left if store.writes else 0  # the disk is full or broken
                     return
         if pages.end == "prompt":  # another prompt begins with these; an end of the same sequence is no further use
-            store.use(present)
+            store.use(stored)
         # Syncing takes milliseconds, or seconds where the disk is busy: not after every prompt.
         now = time.monotonic()
         store.flush(sync=now >= self._next_sync)
@@ -241,7 +241,7 @@ class PrefixTiers:
 
     @staticmethod
     def _weight(pages: int) -> float:
-        """Of a measurement of so many pages."""
+        """The weight that a measurement of so many pages has in a speed."""
         return 1 - (1 - PAGE_WEIGHT) ** pages
 
     def _idle(self) -> None:

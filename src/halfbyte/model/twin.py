@@ -321,10 +321,10 @@ def probes(config: ModelConfig, formats: Mapping[str, str], device: torch.device
     drawn = draw(formats["qkv"], c.qkv_dim, c.hidden, -2, 0, device, 6)
     # One query head of each group after the other, so that a stream narrower than all heads sees every value.
     heads = torch.arange(c.heads, device=device).reshape(c.kv_heads, group).T.reshape(-1, 1)
-    taken = (heads * c.head_dim + torch.arange(c.head_dim, device=device)).reshape(-1)[: c.hidden]
+    value_columns = (heads * c.head_dim + torch.arange(c.head_dim, device=device)).reshape(-1)[: c.hidden]
     chosen = torch.zeros((c.hidden, c.q_dim), dtype=torch.bfloat16, device=device)
-    chosen[torch.arange(len(taken), device=device), taken] = 1
-    rows = c.q_dim + c.kv_dim + taken // c.head_dim // group * c.head_dim + taken % c.head_dim
+    chosen[torch.arange(len(value_columns), device=device), value_columns] = 1
+    rows = c.q_dim + c.kv_dim + value_columns // c.head_dim // group * c.head_dim + value_columns % c.head_dim
     added = torch.zeros((count, c.hidden), dtype=torch.float64, device=device)
     added[:, : len(rows)] = h * drawn.column(at)[0][:, rows]
     row_list = rows.tolist()

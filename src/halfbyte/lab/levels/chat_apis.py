@@ -22,7 +22,7 @@ SCHEMA = {
 _FUNCTION = {"name": TOOL, "description": "The weather in a city.", "parameters": SCHEMA}
 
 
-class Turn(NamedTuple):
+class ChatTurn(NamedTuple):
     """One message of a conversation."""
 
     role: str  # system, user, assistant, call (of TOOL), result
@@ -45,7 +45,7 @@ class Api:
 
     name: str
     path: str
-    body: Callable[[Sequence[Turn], int], dict[str, Any]]  # of a conversation, and the most tokens of its answer
+    body: Callable[[Sequence[ChatTurn], int], dict[str, Any]]  # of a conversation, and the most tokens of its answer
     read: Callable[[Any], Spoken]
     read_stream: Callable[[str], tuple[Spoken, bool]]  # the answer, and whether the stream came to its end
     offer: Mapping[str, Any]  # what a body has more, to offer the tool
@@ -63,7 +63,7 @@ def _finish(word: Any) -> str:
     return FINISHES.get(str(word or ""), str(word or ""))
 
 
-def _instructions(turns: Sequence[Turn], field_name: str) -> dict[str, Any]:
+def _instructions(turns: Sequence[ChatTurn], field_name: str) -> dict[str, Any]:
     """The system's message, in an API that has a field of its own for it."""
     texts = [turn.text for turn in turns if turn.role == "system"]
     return {field_name: "\n\n".join(texts)} if texts else {}
@@ -78,7 +78,7 @@ def _events(body: str) -> list[Any]:
 # ---- OpenAI's chat completions ---------------------------------------------------------------------------------------
 
 
-def _chat_message(turn: Turn) -> dict[str, Any]:
+def _chat_message(turn: ChatTurn) -> dict[str, Any]:
     if turn.role == "call":
         call = {"id": CALL_ID, "type": "function", "function": {"name": TOOL, "arguments": turn.text}}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -87,7 +87,7 @@ def _chat_message(turn: Turn) -> dict[str, Any]:
     return {"role": turn.role, "content": turn.text}
 
 
-def _chat_body(turns: Sequence[Turn], tokens: int) -> dict[str, Any]:
+def _chat_body(turns: Sequence[ChatTurn], tokens: int) -> dict[str, Any]:
     return {"messages": [_chat_message(t) for t in turns], "max_tokens": tokens, "temperature": 0}
 
 
@@ -120,7 +120,7 @@ def _chat_stream(body: str) -> tuple[Spoken, bool]:
 # ---- OpenAI's Responses ----------------------------------------------------------------------------------------------
 
 
-def _responses_item(turn: Turn) -> dict[str, Any]:
+def _responses_item(turn: ChatTurn) -> dict[str, Any]:
     if turn.role == "call":
         return {"type": "function_call", "call_id": CALL_ID, "name": TOOL, "arguments": turn.text}
     if turn.role == "result":
@@ -128,7 +128,7 @@ def _responses_item(turn: Turn) -> dict[str, Any]:
     return {"role": turn.role, "content": turn.text}
 
 
-def _responses_body(turns: Sequence[Turn], tokens: int) -> dict[str, Any]:
+def _responses_body(turns: Sequence[ChatTurn], tokens: int) -> dict[str, Any]:
     items = [_responses_item(t) for t in turns if t.role != "system"]
     return {"input": items, **_instructions(turns, "instructions"), "max_output_tokens": tokens, "temperature": 0}
 
@@ -167,7 +167,7 @@ def _responses_stream(body: str) -> tuple[Spoken, bool]:
 # ---- Anthropic's messages --------------------------------------------------------------------------------------------
 
 
-def _anthropic_message(turn: Turn) -> dict[str, Any]:
+def _anthropic_message(turn: ChatTurn) -> dict[str, Any]:
     if turn.role == "call":
         block = {"type": "tool_use", "id": CALL_ID, "name": TOOL, "input": json.loads(turn.text)}
         return {"role": "assistant", "content": [block]}
@@ -176,7 +176,7 @@ def _anthropic_message(turn: Turn) -> dict[str, Any]:
     return {"role": turn.role, "content": turn.text}
 
 
-def _anthropic_body(turns: Sequence[Turn], tokens: int) -> dict[str, Any]:
+def _anthropic_body(turns: Sequence[ChatTurn], tokens: int) -> dict[str, Any]:
     messages = [_anthropic_message(t) for t in turns if t.role != "system"]
     return {"messages": messages, **_instructions(turns, "system"), "max_tokens": tokens, "temperature": 0}
 
@@ -207,7 +207,7 @@ def _anthropic_stream(body: str) -> tuple[Spoken, bool]:
 # ---- Ollama's chat ---------------------------------------------------------------------------------------------------
 
 
-def _ollama_message(turn: Turn) -> dict[str, Any]:
+def _ollama_message(turn: ChatTurn) -> dict[str, Any]:
     if turn.role == "call":
         call = {"function": {"name": TOOL, "arguments": json.loads(turn.text)}}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -216,7 +216,7 @@ def _ollama_message(turn: Turn) -> dict[str, Any]:
     return {"role": turn.role, "content": turn.text}
 
 
-def _ollama_body(turns: Sequence[Turn], tokens: int) -> dict[str, Any]:
+def _ollama_body(turns: Sequence[ChatTurn], tokens: int) -> dict[str, Any]:
     options = {"temperature": 0, "num_predict": tokens}
     return {"messages": [_ollama_message(t) for t in turns], "stream": False, "options": options}
 

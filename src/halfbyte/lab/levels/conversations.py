@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from halfbyte.errors import AskError
-from halfbyte.lab.levels.chat_apis import APIS, CITIES, TOOL, Api, Spoken, Turn
+from halfbyte.lab.levels.chat_apis import APIS, CITIES, TOOL, Api, ChatTurn, Spoken
 from halfbyte.lab.peers.asker import Asker
 from halfbyte.lab.result import Check
 
@@ -36,7 +36,7 @@ def conversation_checks(asker: Asker, gaps: list[str], *, judged: bool = True) -
     checks: list[Check] = []
     for api in APIS:
         try:
-            answers = [talk(asker, api, asked(question)) for question, _ in QUESTIONS]
+            answers = [talk(asker, api, question_turns(question)) for question, _ in QUESTIONS]
         except AskError as e:
             if str(e).startswith(MISSING):
                 continue
@@ -47,7 +47,7 @@ def conversation_checks(asker: Asker, gaps: list[str], *, judged: bool = True) -
         if judged:
             checks.append(answer_check(api.name, answers))
         checks.append(control_check(api.name, answers))
-        checks.append(stream_check(asker, api, asked(QUESTIONS[0][0]), answers[0], "a stream is its answer"))
+        checks.append(stream_check(asker, api, question_turns(QUESTIONS[0][0]), answers[0], "a stream is its answer"))
         for title, feature in features_of(api, judged=judged):
             try:
                 checks.append(feature(asker, api))
@@ -74,12 +74,12 @@ def features_of(api: Api, *, judged: bool) -> list[tuple[str, Feature]]:
     return features
 
 
-def asked(question: str) -> list[Turn]:
-    return [Turn("user", question)]
+def question_turns(question: str) -> list[ChatTurn]:
+    return [ChatTurn("user", question)]
 
 
 def talk(
-    asker: Asker, api: Api, turns: Sequence[Turn], more: Mapping[str, Any] | None = None, tokens: int = TOKENS
+    asker: Asker, api: Api, turns: Sequence[ChatTurn], more: Mapping[str, Any] | None = None, tokens: int = TOKENS
 ) -> Spoken:
     raw = asker.post(api.path, {"model": asker.model, **api.body(turns, tokens), **(more or {})})
     try:
@@ -109,7 +109,12 @@ def control_check(name: str, answers: Sequence[Spoken]) -> Check:
 
 
 def stream_check(
-    asker: Asker, api: Api, turns: Sequence[Turn], complete: Spoken, what: str, more: Mapping[str, Any] | None = None
+    asker: Asker,
+    api: Api,
+    turns: Sequence[ChatTurn],
+    complete: Spoken,
+    label: str,
+    more: Mapping[str, Any] | None = None,
 ) -> Check:
     """The deltas of a stream, joined, against the answer in one piece: text, reasoning, calls and how it ended."""
     body = {"model": asker.model, **api.body(turns, TOKENS), **(more or {}), "stream": True}
@@ -119,14 +124,14 @@ def stream_check(
         streamed, complete = comparable(streamed), comparable(complete)
     except (ValueError, LookupError, TypeError, AttributeError) as e:
         note = f"the stream cannot be read ({type(e).__name__}: {e})"
-        return Check(f"{api.name}: {what}", False, note=note)
+        return Check(f"{api.name}: {label}", False, note=note)
     note = ""
     for part in ("finish", "reasoning", "calls", "text"):
         a, b = getattr(streamed, part), getattr(complete, part)
         if a != b:
             note = f"{part} {str(a)[:60]!r} instead of {str(b)[:60]!r}"
     note = note if ended else "the stream has no end"
-    return Check(f"{api.name}: {what}", not note, note=note)
+    return Check(f"{api.name}: {label}", not note, note=note)
 
 
 def comparable(spoken: Spoken) -> Spoken:
@@ -136,13 +141,13 @@ def comparable(spoken: Spoken) -> Spoken:
 
 
 def cut_check(asker: Asker, api: Api) -> Check:
-    spoken = talk(asker, api, asked(QUESTIONS[0][0]), tokens=FEW)
+    spoken = talk(asker, api, question_turns(QUESTIONS[0][0]), tokens=FEW)
     note = "" if spoken.finish == "length" else f"an answer of {FEW} tokens ended with {spoken.finish!r}"
     return Check(f"{api.name}: an answer that is cut off says so", not note, note=note)
 
 
 def tool_check(asker: Asker, api: Api) -> Check:
-    spoken = talk(asker, api, asked(TOOL_QUESTION), {**api.offer, **api.required})
+    spoken = talk(asker, api, question_turns(TOOL_QUESTION), {**api.offer, **api.required})
     if not spoken.calls:
         problem = f"no call: {spoken.text[:60]!r}"
     elif spoken.calls[0][0] != TOOL:
@@ -155,12 +160,12 @@ def tool_check(asker: Asker, api: Api) -> Check:
 
 
 def call_stream_check(asker: Asker, api: Api) -> Check:
-    more, turns = {**api.offer, **api.required}, asked(TOOL_QUESTION)
+    more, turns = {**api.offer, **api.required}, question_turns(TOOL_QUESTION)
     return stream_check(asker, api, turns, talk(asker, api, turns, more), "a streamed call is its call", more)
 
 
 def schema_check(asker: Asker, api: Api) -> Check:
-    problem = misfit(talk(asker, api, asked(SCHEMA_QUESTION), api.schema).text)
+    problem = misfit(talk(asker, api, question_turns(SCHEMA_QUESTION), api.schema).text)
     return Check(f"{api.name}: an answer fits its schema", not problem, note=problem)
 
 
@@ -168,8 +173,8 @@ def memory_check(asker: Asker, api: Api) -> Check:
     """What was said two turns ago."""
     wrong = []
     for name in NAMES:
-        turns = [Turn("user", f"My name is {name}."), Turn("assistant", f"Nice to meet you, {name}.")]
-        text = talk(asker, api, [*turns, *asked("What is my name?")]).text
+        turns = [ChatTurn("user", f"My name is {name}."), ChatTurn("assistant", f"Nice to meet you, {name}.")]
+        text = talk(asker, api, [*turns, *question_turns("What is my name?")]).text
         if name not in text:
             wrong.append(f"{text[:60]!r} for {name}")
     return Check(
@@ -180,7 +185,7 @@ def memory_check(asker: Asker, api: Api) -> Check:
 def instruction_check(asker: Asker, api: Api) -> Check:
     """An instruction that changes the form of an answer, and not what it says."""
     question, answer = QUESTIONS[0]
-    text = talk(asker, api, [Turn("system", INSTRUCTION), *asked(question)]).text
+    text = talk(asker, api, [ChatTurn("system", INSTRUCTION), *question_turns(question)]).text
     bare = re.sub(r"[\s.*`$]", "", text) == answer
     return Check(
         f"{api.name}: instructions are read", bare, note="" if bare else f"{text[:60]!r} instead of {answer!r}"
@@ -190,7 +195,7 @@ def instruction_check(asker: Asker, api: Api) -> Check:
 def result_check(asker: Asker, api: Api) -> Check:
     """What a tool gave back, after its call."""
     result, figure = RESULT
-    turns = [*asked(TOOL_QUESTION), Turn("call", ARGUMENTS), Turn("result", result)]
+    turns = [*question_turns(TOOL_QUESTION), ChatTurn("call", ARGUMENTS), ChatTurn("result", result)]
     text = talk(asker, api, turns, api.offer).text
     right = figure in _numbers(text)
     note = "" if right else f"{text[:60]!r} after {result!r}"

@@ -255,8 +255,8 @@ def decode_checks(subject: Subject, asker: Asker, *, scores: bool = True) -> lis
             ("answers to long prompts scored again", long_prompts(subject)),
         ):
             subject.progress(f"correctness: {name}")
-            asked = [Question(p, tokens=DECODED, logprobs=2, exactly=True) for p in prompts]
-            checks.append(again_check(asker, name, asked, _replies(asker, asked, 1), bound))
+            more = [Question(p, tokens=DECODED, logprobs=2, exactly=True) for p in prompts]
+            checks.append(again_check(asker, name, more, _replies(asker, more, 1), bound))
     plain = [replace(q, logprobs=None) for q in questions]
     for count in TOGETHER_COUNTS:
         subject.progress(f"correctness: {count} requests at once")

@@ -101,7 +101,12 @@ def test_the_whole_of_x_has_the_experts_of_its_row() -> None:
     assert torch.allclose(PendingBatchExperts(x, weights, parts).complete(), expected)
 
 
-def test_eagle3_gets_layers_one_by_one() -> None:
+def test_eagle3_decodes_with_the_step_that_writes_its_taps() -> None:
     selection = choose(NAMED["120b"], replace(ALL, speculate="eagle3"), ARCHES["sm90"]).selection
-    assert "cuda.batch_layer_fused" in selection.chosen["decode"]
-    assert any("EAGLE-3" in r.reason for r in selection.refusals if r.phase == "cuda.decode_step")
+    assert selection.chosen["decode"] == ("cuda.tapped_decode_step",)
+    (refusal,) = (r for r in selection.refusals if r.phase == "cuda.decode_step" and r.regime == "decode")
+    assert "EAGLE-3" in refusal.reason
+    assert "cuda.tapped_decode_step" in refusal.reason
+    plain = choose(NAMED["120b"], ALL, ARCHES["sm90"]).selection
+    (refusal,) = (r for r in plain.refusals if r.phase == "cuda.tapped_decode_step" and r.regime == "decode")
+    assert "EAGLE-3" in refusal.reason

@@ -95,7 +95,7 @@ class WholeStep(CudaPhase):
             return reason
         if gates.speculate.startswith("eagle3") != self.taps:
             if self.taps:
-                return "leaves hidden states between layers, which nobody but EAGLE-3 reads"
+                return "leaves hidden states between layers, which only EAGLE-3 reads"
             return "leaves no hidden states between layers, which EAGLE-3 reads; cuda.tapped_decode_step does"
         if spec.head_dim != 64 or spec.top_k != 4:
             return f"needs head_dim 64 and top-4, not {spec.head_dim} and top-{spec.top_k}"
@@ -221,8 +221,8 @@ def _bf16(name: str, t: Tensor) -> Tensor:
 
 
 class TappedStep(WholeStep):
-    """The same with EAGLE-3's hidden states, which the kernel writes beside the step. A build of its own: without a
-    draft head nobody pays for it."""
+    """The whole step, which also writes EAGLE-3's hidden states. A build of its own: without a draft head nothing pays
+    for it."""
 
     name = "cuda.tapped_decode_step"
     taps = True
