@@ -180,7 +180,7 @@ LAB: dict[type[Any], dict[str, tuple[list[str], Any]]] = {
 COMMANDS = {
     "bench": (BenchOptions, WorkloadOptions, EngineStart),
     "check": (CheckOptions, EngineStart, Works, StressCounts, QualityOptions),
-}  # fmt: skip
+}
 
 
 def made(record: type[Any], arguments: list[str]) -> Any:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.memory_table import longest_context, memory_table
 from halfbyte.engine.options import EngineOptions
-from halfbyte.explanation import card_state, fits, longest_context, memory_table
+from halfbyte.explanation import card_state, fits
 from halfbyte.gates import PRESETS
 from halfbyte.model import load
 from halfbyte.plan.phase import ARCHES

@@ -221,7 +221,7 @@ async def watch(soak: Soak, clients: SoakClients, server: psutil.Process, prefix
                 f"{soak.at:7.1f} s  {dict(soak.outcomes)}  front {front:.0f}, engine {own:.0f}, prefixes "
                 f"{disk / MIB:.0f} MiB, {engine_descriptors} descriptors, found {dict(clients.tier_tokens)}",
                 flush=True,
-            )  # fmt: skip
+            )
         await asyncio.sleep(2.0)
 
 

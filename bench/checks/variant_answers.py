@@ -212,7 +212,7 @@ def expected_logits(folder: Path, gates: Gates, activation: str, kv_dtype: str, 
 
 def compare_changed(
     name: str, gates: Gates, device: torch.device, padded: bool, folder: Path, text: list[int]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """One variant that has no plain model to stand beside."""
     model = load_variant(folder, gates, device, padded)
     logits = chunk_logits(model, text, SHORT_ROWS)

@@ -47,7 +47,7 @@ def compile_programs(folder: Path, sets: Sequence[InstructionSet]) -> None:
         parts = (source, SOURCES / "products.cpp", SOURCES / "rows.cpp")
         subprocess.run([compiler(), *flags, *map(str, parts), "-o", str(folder / f"{name}-{chosen.name}")], check=True)
 
-    programs = (("check", CHECK), ("time", SOURCES / "microbench.cpp"))
+    programs = (("check", CHECK), ("time", Path(__file__).with_name("microbench.cpp")))
     jobs = [(s, name, source) for s in sets for name, source in programs]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         list(pool.map(one, jobs))

@@ -16,12 +16,12 @@ from halfbyte.engine.placement import Placement, find_placement
 from halfbyte.engine.sizing import memory_account, page_limits
 from halfbyte.errors import CheckpointError, NotEnoughMemoryError, UsageError
 from halfbyte.formats.matrices import Formats
-from halfbyte.gates import LAYER_GROUPS, PRESETS, Gates, Layers, as_stored, preset_name
+from halfbyte.gates import LAYER_GROUPS, Gates, Layers, as_stored, preset_name
 from halfbyte.kernels import prove as proof
 from halfbyte.kernels.cpu.phase import remark as cpu_remark
 from halfbyte.kernels.lent import LAYER_PHASES
 from halfbyte.kernels.prove import Evidence, Sibling
-from halfbyte.memory import GIB, MemoryState, gib, read_memory
+from halfbyte.memory import MemoryState, gib, read_memory
 from halfbyte.model import load, pulled, self_test
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, arch_of, choose, page_bytes
@@ -363,54 +363,12 @@ def rooms_in(
     return rooms
 
 
-CARDS = (12, 16, 24, 32, 48, 80)  # GiB
-
-
 def fits(facts: CheckpointFacts, options: EngineOptions, state: MemoryState, arch: Arch, weights: int) -> bool:
     """Whether so many bytes of weights leave room for one context, as a start is checked."""
     config = facts.config
     page = page_bytes(config, choose(config, replace(options.gates, experts_in_host="auto"), arch).spec)
     account = memory_account(config, options, state, weights=weights, own_process=True)
     return page_limits(config, options, state, page).least * page <= account.kv_room
-
-
-def longest_context(facts: CheckpointFacts, gates: Gates, state: MemoryState, arch: Arch) -> int:
-    """The most tokens, in thousands of 1024, of one context beside all weights on the GPU; 0: they do not fit."""
-    alone, weights = replace(gates, experts_in_host="0"), facts.weight_bytes(gates, arch)
-    low, high = 0, facts.config.max_context // 1024
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(facts, EngineOptions(gates=alone, max_context=middle * 1024), state, arch, weights):
-            low = middle
-        else:
-            high = middle - 1
-    return low * 1024
-
-
-def memory_table(arch: Arch) -> list[str]:
-    """What fits cards with a memory of their own, as lines of Markdown (docs/install.md has them)."""
-    small, large = (load.read_facts(load.resolve_model(f"{load.RANDOM}{name}")) for name in ("20b", "120b"))
-    presets = ("exact", "balanced", "fast")
-    longest_of = f"20b, all of it on the card: longest context, {' / '.join(presets)}"
-    at = f"at {small.config.max_context:,} tokens, balanced"
-    lines = [f"| memory | {longest_of} | 20b {at} | 120b {at} |", "|---|---|---|---|"]
-    for size in CARDS:
-        state = card_state(size << 30)
-        longest = [longest_context(small, PRESETS[name].gates, state, arch) for name in presets]
-        cells = [" / ".join(f"{tokens:,}" if tokens else "none" for tokens in longest)]
-        for facts in (small, large):
-            options = EngineOptions(gates=PRESETS["balanced"].gates)
-            placement = find_placement(facts, options, state, arch)
-            options = replace(options, gates=placement.gates)
-            if not fits(facts, options, state, arch, placement.device_bytes):
-                cells.append("does not fit")
-            elif not placement.host_layers:
-                cells.append("all on the card")
-            else:
-                share = f"{placement.host_layers} of {placement.layers} layers"
-                cells.append(f"experts of {share} in host memory, {placement.host_bytes / GIB:.0f} GiB")
-        lines.append(f"| {size} GB | {' | '.join(cells)} |")
-    return lines
 
 
 def compare(spec: Spec, chosen: Chosen, arch: str, gates: Gates, progress: Progress) -> list[Sibling]:

@@ -34,7 +34,6 @@ NORM_IN_FRONT = {"qkv": "attn_norm", "lm_head": "final_norm"}
 SAMPLE_ROWS = 64  # of each part of a layer's matrix
 SAMPLE_HEAD_ROWS = 1024  # of lm_head, which there is one of
 LOUD = 8.0  # times the median: a row (or column) whose largest value exceeds that is loud
-LISTED = 8  # names of all-zero tensors in a report
 CONTEXT = 2048  # of the expected speed
 PIECE = 1 << 21  # elements at once
 LEAST_NORMAL_HALF = 2.0**-14

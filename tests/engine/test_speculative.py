@@ -276,7 +276,7 @@ def requests(count: int = 3, tokens: int = 14, temperature: float = 0.0) -> list
             id=f"s{i}",
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def core_with(model: GptOss, **kw) -> EngineCore:

@@ -48,9 +48,9 @@ def test_experts(activation: str, tile: str, rows: int) -> None:
     }  # fmt: skip
     acts = {name: value.cuda() for name, value in acts.items()}
     held = make_weights(spec, layout=phase.layouts(spec)["gate_up"])
-    weights = SimpleNamespace(**{
-        name: getattr(held, name).to("cuda") for name in ("gate_up", "gate_up_bias", "down", "down_bias")
-    })  # fmt: skip
+    weights = SimpleNamespace(
+        **{name: getattr(held, name).to("cuda") for name in ("gate_up", "gate_up_bias", "down", "down_bias")}
+    )
     step = make_step(spec, [(0, rows)])
     outs = []
     for phases in ([phase], [p for p in reference.PHASES if p.covers == ("moe",)]):

@@ -197,7 +197,7 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "quark": ({"quantization_config": {"quant_method": "quark"}}, "refused"),
     "an end token past the vocabulary": ({"eos_token_id": 64}, "refused"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -242,7 +242,7 @@ VALUES: dict[str, list[Any]] = {
     "hidden_act": ["silu", "relu", None],
     "partial_rotary_factor": [1.0, 0.5, None],
     "quantization_config": [None, {}, {"quant_method": "awq"}],
-}  # fmt: skip
+}
 
 
 def property_cases(original: Path, tmp_path: Path, count: int, seed: int) -> dict[str, int]:

@@ -142,7 +142,7 @@ OFFSETS: dict[str, tuple[Offsets, str]] = {
     "as text": (lambda o: [str(o[0]), o[1]], "data_offsets[0]: expected int, got str"),
     "past the end": (lambda o: [o[0], o[1] + 2**40], "does not fit its own shape"),
     "beyond 64 bits": (lambda o: [o[0] + 2**70, o[1] + 2**70], "leaves a gap"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OFFSETS)
@@ -254,7 +254,7 @@ GGUF_COUNTS: dict[str, tuple[bytes, bytes, str]] = {
     "an array of arrays": (b"tokenizer.ggml.tokens" + struct.pack("<I", 9), struct.pack("<I", 9), "has a type 9"),
     "dimensions": (b"blk.1.attn_k.weight", struct.pack("<I", 2**31), "2147483648 dimensions"),
     "a dimension": (b"blk.1.attn_k.weight" + struct.pack("<I", 2), struct.pack("<Q", 2**60), "is truncated"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GGUF_COUNTS)

@@ -71,7 +71,7 @@ def live(serve: Serve) -> Live:
         ({"stream_options": {"include_useage": True}}, "stream_options.include_useage"),
         ({"model": 7}, "model"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_parameter_is_named(live: Live, http: httpx.Client, change: dict[str, Any], param: str) -> None:
     answer = http.post(f"{live.url}/v1/chat/completions", json=CHAT | change)
     assert answer.status_code == 400
@@ -344,13 +344,13 @@ BROKEN = [
     "<|message|><|message|>doubled<|return|>",
     "<|channel|>poetry<|message|>unknown channel<|return|>",
     "<|channel|>final<|message|>a<|start|>user<|message|>b<|end|>c<|return|>",
-    "<|channel|>commentary to=functions.f<|message|>{\"x\":",
+    '<|channel|>commentary to=functions.f<|message|>{"x":',
     "to=functions.f<|channel|>commentary json<|message|>{}<|call|>",
     "<|channel|>commentary to=browser.search code<|message|>{}<|call|>",
     "<|start|><|start|><|end|><|end|>",
     "<|call|>",
     "",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("text", BROKEN)

@@ -26,7 +26,8 @@ def explain(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL", show_default=False,
+            metavar="MODEL",
+            show_default=False,
             help=f"{MODEL}. Without it: gpt-oss-120b as OpenAI publishes it, which need not be here.",
             autocompletion=complete_model,
         ),
@@ -34,8 +35,7 @@ def explain(
     arch: Annotated[
         str | None,
         typer.Option(
-            help=f"The machine to explain: {', '.join(ARCHES)}, or a GPU ({', '.join(GPUS)}). "
-            "By default this one.",
+            help=f"The machine to explain: {', '.join(ARCHES)}, or a GPU ({', '.join(GPUS)}). By default this one.",
             autocompletion=lambda: list(ARCHES),
         ),
     ] = None,
@@ -49,7 +49,7 @@ def explain(
     json: JsonOption = False,
     *,
     gates: Gates,
-) -> None:  # fmt: skip
+) -> None:
     """Say whether a model fits a machine, this one or another, how fast it should be, and which kernels would run."""
     from halfbyte.explanation import explain as compute
 

@@ -53,16 +53,16 @@ def serve(
     memory_share: Annotated[
         float | None,
         typer.Option(
-            "--gpu-memory-utilization", min=0.05, max=1.0,
+            "--gpu-memory-utilization",
+            min=0.05,
+            max=1.0,
             help="The share of the memory that may be used, from 0 to 1, as vLLM has it; --reserve says the rest.",
         ),
     ] = None,
     engine: Annotated[str, typer.Option(help="halfbyte, or vllm: vLLM's engine with our kernels in it.")] = "halfbyte",
     tp: Annotated[
         int,
-        typer.Option(
-            "--tp", "--tensor-parallel-size", min=1, help="GPUs that share each layer.", rich_help_panel=VLLM
-        ),
+        typer.Option("--tp", "--tensor-parallel-size", min=1, help="GPUs that share each layer.", rich_help_panel=VLLM),
     ] = 1,
     nodes: Annotated[
         str | None,
@@ -87,7 +87,7 @@ def serve(
     settings: ServerSettings,
     options: EngineOptions,
     gates: Gates,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a model: OpenAI's and Anthropic's APIs, and a chat page at /."""
     from halfbyte.cli.serve_vllm import VllmChoice, serve_vllm
     from halfbyte.model import load

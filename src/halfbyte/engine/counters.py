@@ -13,7 +13,6 @@ from halfbyte.engine.sequence import Sequence
 @dataclass(slots=True)
 class Counters:
     steps: int = 0
-    failed_steps: int = 0
     generated: int = 0
     prompt: int = 0
     drafted: int = 0

@@ -454,7 +454,6 @@ class EngineCore:
         """Undo a failed step, and the one launched after it, which is first in `steps`; find the sequence to blame."""
         count, scheduler = self._count, self.scheduler
         self._untimed_rows = 0
-        count.failed_steps += 1
         count.failures += 1
         count.good_steps = 0
         memory = isinstance(error, MemoryError | NotEnoughMemoryError) or type(error).__name__ == "OutOfMemoryError"

@@ -115,10 +115,6 @@ class PagePool:
         return self.pages - 1
 
     @property
-    def evictions(self) -> int:
-        return self._evicted
-
-    @property
     def attached(self) -> set[int]:
         """Ids of the tables that hold pages."""
         return set(self._attached)

@@ -48,7 +48,6 @@ REHEARSAL = "rehearsal"  # kind of a cell
 STEP = "step"  # name of the figure, in microseconds
 # What a cell's shape calls a set of formats, by the format of qkv, o and lm_head.
 LABELS = {"mxfp4": "mxfp4", "q8": "q8", "bf16": "checkpoint"}
-LANES = 128  # instructions a multiprocessor issues per clock
 
 
 @dataclass(frozen=True)

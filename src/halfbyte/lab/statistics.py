@@ -117,11 +117,6 @@ class ChangeVerdict:
     worse: float  # share by which it became worse; below 0 it became better
     sentence: str
 
-    @property
-    def significant(self) -> bool:
-        """The interval excludes no change, however small the change is."""
-        return self.ratio.samples >= LEAST and self.ratio.excludes(1.0)
-
 
 def compare(
     before: Sequence[float],

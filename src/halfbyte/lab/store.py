@@ -102,10 +102,6 @@ class Store:
     def index_text(self) -> str:
         return "".join(json.dumps(asdict(entry)) + "\n" for entry in self.index())
 
-    def write_index(self) -> None:
-        with self._alone():
-            self._write_index()
-
     def _write_index(self) -> None:
         part = self.folder / f"{INDEX}.part"
         part.write_text(self.index_text(), encoding="utf-8")

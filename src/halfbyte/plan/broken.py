@@ -20,11 +20,6 @@ NOT_A_NUMBER = 0x7FC00000
 _FIRST = 0xFFFE
 
 
-def place_code(layer: int, index: int) -> int:
-    """The code of a location; the first one of a step has the largest, so that a maximum keeps it."""
-    return _FIRST - (layer * PLACES_OF_A_LAYER + index)
-
-
 def broken_place(bits: int) -> str | None:
     """The location in the bits of a logit that is not finite, or None."""
     bits &= 0xFFFFFFFF

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfbyte.gates import AXES, RETIRED, Gates, parse
+from halfbyte.gates import AXES, Gates, parse
 
 # Read by FlashInfer, torch, NCCL or the tokenizer.
 HANDED_ON = {
@@ -56,17 +56,6 @@ UNCHANGED = {
     "--async-scheduling": False,
     "--enable-auto-tool-choice": False,
 }
-
-
-def todays_name(name: str) -> str | None:
-    """A short description of a variable's present equivalent; None if no older stack used it."""
-    if name in GATES:
-        return f"read as {GATES[name]}"
-    if name in HANDED_ON:
-        return f"handed on ({HANDED_ON[name]})"
-    if name in RENAMED:
-        return f"handed on as {RENAMED[name]}"
-    return f"refused: use {RETIRED[name]}" if name in RETIRED else None
 
 
 def renamed_variables(env: Mapping[str, str]) -> dict[str, str]:

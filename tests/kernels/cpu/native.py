@@ -171,9 +171,9 @@ def random_weights(
         )
         for _ in range(c.layers)
     ]  # fmt: skip
-    embed = normal(c.vocab, c.hidden).to({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[
-        kinds.get("embed", "bf16")
-    ])  # fmt: skip
+    embed = normal(c.vocab, c.hidden).to(
+        {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kinds.get("embed", "bf16")]
+    )
     return Weights(
         c, embed, layers, normal(c.hidden, std=0.1, mean=1.0), matrix("lm_head", c.vocab, c.hidden, gain=2.0)
     )

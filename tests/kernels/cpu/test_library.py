@@ -196,12 +196,6 @@ def test_every_change_of_source_flag_or_compiler_is_another_library(monkeypatch:
     assert {p.name for p in paths} == {"libhalfbyte_cpu.portable.so"}
 
 
-def test_programs_are_no_part_of_the_library() -> None:
-    names = {p.name for p in build.sources()}
-    assert "halfbyte_cpu.cpp" in names
-    assert not names & {"microbench.cpp", "replay.cpp"}
-
-
 # ---- threads -----------------------------------------------------------------------------------------------
 
 

@@ -281,9 +281,7 @@ def test_a_slot_is_freed_after_it_was_read(dense: str, arch: object, tmp_path: P
 
     assert arch in OLD
     target, shared = arch.target, arch.shared_memory  # type: ignore[attr-defined]
-    step = StepShape(
-        2880, 2880, 36, 128, 64, 8, 201088, qkv=dense, o=dense, lm_head=dense, shared=shared, units=True
-    )  # fmt: skip
+    step = StepShape(2880, 2880, 36, 128, 64, 8, 201088, qkv=dense, o=dense, lm_head=dense, shared=shared, units=True)
     sass = disassemble(compile_program(build_of(step).program, target, cache=tmp_path))
     assert sass.count("ATOMS.ARRIVE") > 10
     assert freed_too_early(sass, arrivals="ATOMS", slot_bytes=step.slot_bytes) == []

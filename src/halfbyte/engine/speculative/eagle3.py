@@ -332,9 +332,9 @@ class Eagle3Proposer:
             return
         picked = torch.tensor([r for _, r in at], device=device)
         q = head.queries(entered[picked], positions[picked])
-        attended = torch.stack([
-            head.attend(q[i], *self._read(full[s], int(batch.positions[r]) + 1)) for i, (s, r) in enumerate(at)
-        ])  # fmt: skip
+        attended = torch.stack(
+            [head.attend(q[i], *self._read(full[s], int(batch.positions[r]) + 1)) for i, (s, r) in enumerate(at)]
+        )
         out = head.leave(x[picked], attended)
         for i, (s, r) in enumerate(at):
             self._last[batch.slots[s]] = (int(batch.positions[r]), out[i])

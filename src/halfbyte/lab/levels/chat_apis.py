@@ -182,9 +182,7 @@ def _anthropic_body(turns: Sequence[ChatTurn], tokens: int) -> dict[str, Any]:
 
 
 def _anthropic(raw: Any) -> Spoken:
-    text, reasoning = (
-        "".join(b[kind] for b in raw["content"] if b["type"] == kind) for kind in ("text", "thinking")
-    )  # fmt: skip
+    text, reasoning = ("".join(b[kind] for b in raw["content"] if b["type"] == kind) for kind in ("text", "thinking"))
     calls = [(b["name"], b["input"]) for b in raw["content"] if b["type"] == "tool_use"]
     return Spoken(text, calls, reasoning, _finish(raw.get("stop_reason")))
 

@@ -98,7 +98,7 @@ class Case:
         self.theirs = move(pool)
         self.step = DecodeStep(
             shape, there, machine, pool=self.theirs, tables=(move(tables[0]), move(tables[1])), rope=move(rope)
-        )  # fmt: skip
+        )
 
     def run(self, tokens: list[int], positions: list[int], row_seq: list[int]) -> tuple[dict[str, Tensor], Tensor]:
         n = len(tokens)

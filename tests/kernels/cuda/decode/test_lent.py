@@ -96,9 +96,7 @@ def test_on_a_gpu(rows: int, positions: list[int]) -> None:
     pages = [p.cuda() for p in apart(case.pool, shape.layers)]
     weights = replace(case.step.weights, lm_head=None)
     tables = case.tables[0].cuda(), case.tables[1].cuda()
-    lent = DecodeStep(
-        replace(shape, lent=True), weights, gpu(), pool=pages, tables=tables, rope=case.rope.cuda()
-    )  # fmt: skip
+    lent = DecodeStep(replace(shape, lent=True), weights, gpu(), pool=pages, tables=tables, rope=case.rope.cuda())
     tokens, row_seq = [37 * (r + 1) for r in range(n)], list(range(n))
     for name, values in (("tokens", tokens), ("positions", positions), ("row_seq", row_seq)):
         getattr(lent, name)[:n] = torch.tensor(values, dtype=torch.int32, device="cuda")

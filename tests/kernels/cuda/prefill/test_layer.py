@@ -37,9 +37,7 @@ from halfbyte.plan.step import Step
 from tests.kernels.cuda.emulator import Emulator
 
 ALL = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"))
-BF16: tuple[Phase, ...] = (
-    GroupedQkv(), RopeAndWrite(), FlashAttention(), GroupedOut(), NormAndRouter(), GroupedMoe()
-)  # fmt: skip
+BF16: tuple[Phase, ...] = (GroupedQkv(), RopeAndWrite(), FlashAttention(), GroupedOut(), NormAndRouter(), GroupedMoe())
 FP8: tuple[Phase, ...] = (Fp8Qkv(), RopeAndWrite(), FlashAttention(), Fp8Out(), NormAndRouter(), Fp8Moe())
 
 

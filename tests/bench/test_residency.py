@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from halfbyte.kernels.hybrid.residency import COST, SHARE, Residency
+from bench.experiments.residency import COST, SHARE, Residency
 
 LAYERS, EXPERTS, TOP_K, HOST_LAYERS = 36, 128, 4, 26  # 120b on a card of 24 GB
 SEQUENCES, TOKENS = 8, 400

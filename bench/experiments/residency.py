@@ -6,7 +6,7 @@ guide, is worth more than the copies. Rates are counts that halve every HALF_LIF
 by chance, and the best of thousands beside the worst of thousands differs much; so the difference must also exceed
 DEVIATIONS of what chance makes of two such counts, and never takes more than SHARE of what host memory gives.
 
-Judged by simulation (tests/kernels/test_residency.py). Nothing in a step follows it yet: experts stay where the loader
+Judged by simulation (tests/bench/test_residency.py). Nothing in a step follows it yet: experts stay where the loader
 put them (`engine/placement.py`).
 """
 

@@ -1,7 +1,8 @@
 // Times the products of one instruction set beside what the machine allows: the read bandwidth and the rate of dot product
 // instructions, both measured on the spot. Not part of the library:
 //
-//   g++ -std=c++17 -O3 -ffp-contract=off FLAGS microbench.cpp products.cpp rows.cpp -pthread -o microbench
+//   g++ -std=c++17 -O3 -ffp-contract=off FLAGS -I../../src/halfbyte/kernels/cpu microbench.cpp
+//       ../../src/halfbyte/kernels/cpu/{products,rows}.cpp -pthread -o microbench
 //   ./microbench [threads] [seconds for each line] [int8, if lines with float32 activations are not wanted]
 //
 // Weights are larger than the caches together for few rows (they come from memory), one matrix of an expert for many.
