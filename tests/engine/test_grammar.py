@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from engine_fakes import EOS, GO, PIECES, VOCAB, FakeVocabulary, text_of
 
-from halfbyte.engine.grammar import LEAST_BYTES, GrammarCompiler, GrammarState
+from halfbyte.engine.digit_runs import MOST_DIGITS
+from halfbyte.engine.grammar import LEAST_BYTES, Bits, GrammarCompiler, GrammarState
 from halfbyte.engine.request import Constraint
 from halfbyte.errors import RequestError, StepError
 
@@ -24,7 +25,10 @@ def compiler() -> GrammarCompiler:
 
 
 def allowed(state: GrammarState) -> list[int]:
-    mask = state.mask()
+    return tokens_of(state.mask())
+
+
+def tokens_of(mask: Bits | None) -> list[int]:
     assert mask is not None
     return np.nonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB])[0].tolist()
 
@@ -72,6 +76,34 @@ def test_whitespace_between_the_parts_of_a_value_is_bounded(compiler: GrammarCom
             count += 1
         assert count == 64
         assert allowed(state), "the value can go on"
+
+
+def test_digits_in_a_row_are_bounded_but_not_within_texts(compiler: GrammarCompiler) -> None:
+    digit, quote = PIECES.index(b"1"), PIECES.index(b'"')
+    integer = Constraint("json_schema", '{"type": "integer"}')
+    number = compiler.compile(integer, [5])
+    for _ in range(MOST_DIGITS):
+        assert digit in allowed(number)
+        number.observe([digit])
+    assert allowed(number) == [EOS]
+
+    drafted = compiler.compile(integer, [5])
+    masks = drafted.masks(drafted.trim([], [digit] * MOST_DIGITS))
+    assert [digit in tokens_of(mask) for mask in masks] == [True] * MOST_DIGITS + [False]
+    assert digit in allowed(drafted), "masks do not move the grammar"
+
+    text = compiler.compile(Constraint("json_schema", '{"type": "string"}'), [5])
+    for token in [quote] + [digit] * (2 * MOST_DIGITS):
+        assert token in allowed(text)
+        text.observe([token])
+
+
+def test_a_number_that_must_be_longer_than_the_bound_is_written(compiler: GrammarCompiler) -> None:
+    value = 10 ** (2 * MOST_DIGITS)
+    state = compiler.compile(Constraint("regex", str(value)), [5])
+    assert len(walk(state, random.Random(0), 3 * MOST_DIGITS)) == 2 * MOST_DIGITS + 2
+    state = compiler.compile(Constraint("json_schema", json.dumps({"enum": [value]})), [5])
+    assert json.loads(text_of(walk(state, random.Random(0), 3 * MOST_DIGITS)[:-1])) == value
 
 
 def test_gbnf_and_lark_are_both_read_as_ebnf(compiler: GrammarCompiler) -> None:

@@ -2,7 +2,8 @@
 
 A constraint may sleep until the generated tokens end with one of its triggers, so a harmony model reasons freely and
 has to follow the grammar from where its final or tool message begins. Once the value is complete only end tokens are
-allowed; after one of them the constraint sleeps again. Whitespace between the parts of a JSON value is bounded.
+allowed; after one of them the constraint sleeps again. Whitespace between the parts of a JSON value is bounded, and so
+are digits in a row (`digit_runs.py`).
 
 An unusable grammar is a RequestError of one sentence, whatever the parser reports. `grammar_work.py` bounds the time
 that all of this takes.
@@ -20,11 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfbyte.byte_cache import ByteCache
+from halfbyte.engine.digit_runs import DigitRun
 from halfbyte.engine.request import Constraint
 from halfbyte.errors import RequestError, StepError
 from halfbyte.harmony.vocabulary import Vocabulary
 
 Bits = NDArray[np.int32]
+_JSON = ("json_object", "json_schema")
 _ANY_OBJECT = '{"type": "object"}'
 # Enough for an indented value a dozen levels deep; without a bound a model may write nothing but whitespace.
 _JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
@@ -74,6 +77,7 @@ class GrammarCompiler:
         self.hits = self.misses = 0
         self._cache: ByteCache[bytes, Any] = ByteCache(cache_bytes)
         self._tokenizer: Any = None
+        self._digits: Bits | None = None  # tokens that begin with a digit
         self._lock = threading.Lock()
 
     def _ll_tokenizer(self) -> Any:
@@ -112,7 +116,7 @@ class GrammarCompiler:
     def _compile(self, kind: str, source: str) -> Any:
         import llguidance
 
-        if kind in ("json_object", "json_schema"):
+        if kind in _JSON:
             text = _ANY_OBJECT if kind == "json_object" else source
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
         elif kind in ("regex", "ebnf"):
@@ -139,21 +143,30 @@ class GrammarCompiler:
             self.end_tokens,
             prompt,
             self.vocabulary.vocab_size,
+            self._digit_run() if constraint.kind in _JSON else None,
         )
+
+    def _digit_run(self) -> DigitRun:
+        vocabulary = self.vocabulary
+        if self._digits is None:
+            numbers = [t for t in range(vocabulary.vocab_size) if vocabulary.token_bytes(t)[:1].isdigit()]
+            self._digits = token_bits(numbers, (vocabulary.vocab_size + 31) // 32)
+        return DigitRun(vocabulary.token_bytes, self._digits)
 
 
 class GrammarState:
     """The position of one sequence in its grammar. `fresh` stays at the start of the grammar, for the next trigger."""
 
     __slots__ = (
-        "_clear", "_fresh", "_last_tokens", "_late_tokens", "_matcher", "_set", "_triggers", "_vocab", "_width", "ends",
+        "_clear", "_fresh", "_fresh_run", "_last_tokens", "_late_tokens", "_matcher", "_run", "_set", "_triggers",
+        "_vocab", "_width", "ends",
     )  # fmt: skip
 
     def __init__(
         self, fresh: Any, triggers: tuple[tuple[int, ...], ...], ends: Sequence[int], llguidance_ends: Sequence[int],
-        prompt: Sequence[int], vocab: int,
+        prompt: Sequence[int], vocab: int, fresh_run: DigitRun | None = None,
     ) -> None:  # fmt: skip
-        self._fresh = fresh
+        self._fresh, self._fresh_run = fresh, fresh_run
         self._triggers = triggers
         # Almost every token is ruled out by one look: it neither ends a trigger nor stands one or two before its end.
         # None: a trigger is so short that any token may stand there.
@@ -164,8 +177,14 @@ class GrammarState:
         self._vocab = vocab
         self._width = (vocab + 31) // 32
         self._clear, self._set = token_bits(llguidance_ends, self._width), token_bits(self.ends, self._width)
-        awake = not triggers or _ends_with(prompt, triggers)
-        self._matcher: Any = fresh.deep_copy() if awake else None
+        self._matcher: Any = None
+        self._run: DigitRun | None = None
+        if not triggers or _ends_with(prompt, triggers):
+            self._wake()
+
+    def _wake(self) -> None:
+        self._matcher = self._fresh.deep_copy()
+        self._run = None if self._fresh_run is None else self._fresh_run.copy()
 
     @property
     def awake(self) -> bool:
@@ -191,6 +210,7 @@ class GrammarState:
         for name in self.__slots__:
             setattr(new, name, getattr(self, name))
         new._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        new._run = None if self._run is None else self._run.copy()
         return new
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -203,8 +223,10 @@ class GrammarState:
                 if _is_costly(self._matcher):
                     raise too_costly("grammar")
                 raise StepError(f"the grammar of this request does not allow token {token}.")
+            elif self._run is not None:
+                self._run.observe(token)
         if self._matcher is None and self.wakes(tokens):
-            self._matcher = self._fresh.deep_copy()
+            self._wake()
 
     def mask(self) -> Bits | None:
         """One bit for each token that may come next; None if all may."""
@@ -217,7 +239,7 @@ class GrammarState:
         bits &= ~self._clear  # llguidance ends with its own end tokens, we with the constraint's
         if self._matcher.is_accepting():
             bits |= self._set
-        return bits
+        return bits if self._run is None else self._run.limit(bits)
 
     def trim(self, tokens: Sequence[int], draft: list[int]) -> list[int]:
         """Cut a draft where it leaves the grammar, or before it completes a trigger, because a mask follows that."""
@@ -240,9 +262,14 @@ class GrammarState:
         out: list[Bits | None] = [self.mask()]
         if self._matcher is None:
             return out + [None] * len(draft)
+        run = self._run
         for token in draft:
             self._matcher.consume_token(token)
+            if self._run is not None:
+                self._run = self._run.copy()
+                self._run.observe(token)
             out.append(self.mask())
+        self._run = run
         if draft:
             self._matcher.rollback(len(draft))
         return out
