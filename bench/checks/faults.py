@@ -55,7 +55,11 @@ TIMED = (
     "streamed prompts are cut",
     "the first token is made up",
 )
-LOADED = ("one request in forty is taken for another", "requests of clients that leave go on")
+LOADED = (
+    "one request in forty is taken for another",
+    "requests of clients that leave go on",
+    "one stream in ten loses its end",
+)
 WORKS = Works((256,), (128,), repeats=2)
 FAULTS = (CONTROL, *NUMBERS, *sitecustomize.PATCHES)
 # Words of the checks that must find a fault; one of several is enough.
@@ -113,6 +117,23 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     "requests of clients that leave go on": ("requests of clients that leave end",),
     "streamed prompts are cut": ("the timed answer is not the engine's own", "timed answers are not greedy"),
     "the first token is made up": ("the timed answer is not the engine's own", "timed answers are not greedy"),
+    "only the first token is drawn": ("sampled answers are drawn by their probabilities",),
+    "answers are kept by the letters of a prompt": ("similar prompts have answers of their own",),
+    "answers are kept by both ends of a prompt": ("similar prompts have answers of their own",),
+    "prompts that come as text are changed": ("a prompt as text is its tokens",),
+    "streams are greedy": ("a seed gives the same tokens in a stream",),
+    "streams ignore stop strings": ("a stop string ends the answer",),
+    "finished answers say that they were cut off": ("an answer that ends by itself says so",),
+    "scores of streams are made up": ("streams are their answers",),
+    "scores are sorted": ("log probabilities of long prompts",),
+    "answers repeat themselves after 256 tokens": ("sampled answers scored again",),
+    "two tokens more are counted than were sent": ("as many tokens as asked for",),
+    "one stream in ten loses its end": ("requests",),
+    "Responses count three tokens for two": ("Responses: tokens are counted",),
+    "finished conversations say that they were cut off": ("chat completions: an answer that ends by itself says so",),
+    "conversations ignore the temperature": ("chat completions: a temperature is read",),
+    "conversations ignore the seed": ("chat completions: a seed gives the same answer",),
+    "conversations ignore stop strings": ("chat completions: a stop string ends the answer",),
 }
 
 

@@ -126,10 +126,10 @@ def _misspelt(module: Any) -> None:
 
 def _shifted_scores(module: Any) -> None:
     add = module.TextAnswer._add
-    last: dict[int, float | None] = {}
 
     def shifted(self: Any, token: int, logprob: float | None, top: Any) -> None:
-        previous, last[id(self)] = last.get(id(self)), logprob
+        previous = self.__dict__.get("last_logprob")
+        self.last_logprob = logprob
         add(self, token, previous if logprob is not None and previous is not None else logprob, top)
 
     module.TextAnswer._add = shifted
@@ -216,10 +216,10 @@ def _chunks(change: Callable[[Any, int], None]) -> Callable[[Any], None]:
 
     def patch(module: Any) -> None:
         chunk = module.TextWriter._chunk
-        sent: dict[int, int] = {}
 
         def changed(self: Any, update: Any) -> Any:
-            number = sent[id(self)] = sent.get(id(self), -1) + 1
+            number = self.__dict__.setdefault("number_of_updates", 0)
+            self.number_of_updates += 1
             change(update, number)
             return chunk(self, update)
 
@@ -253,8 +253,8 @@ def _conversation(change: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _last_turn(conversation: Any) -> None:
-    questions = [i for i, message in enumerate(conversation.messages) if message.role == "user"]
-    conversation.messages = conversation.messages[questions[-1] if questions else 0 :]
+    users = [i for i, message in enumerate(conversation.messages) if message.role == "user"]
+    conversation.messages = conversation.messages[users[-1] if users else 0 :]
 
 
 def _no_instructions(conversation: Any) -> None:
@@ -265,25 +265,26 @@ def _no_results(conversation: Any) -> None:
     conversation.messages = [message for message in conversation.messages if message.role != "tool"]
 
 
-def _chat_pieces(lose: Callable[[list[Any], int], list[Any]]) -> Callable[[Any], None]:
-    """Changes the pieces of a streamed conversation; `lose` gets them with the number of updates before."""
+def _lost_pieces(kind: str, every: int) -> Callable[[Any], None]:
+    """A streamed conversation loses the first piece of this kind, and every so many-th behind it."""
 
     def patch(module: Any) -> None:
         pieces = module.ChatWriter._pieces
-        seen: dict[int, int] = {}
 
         def changed(self: Any, update: Any) -> Any:
-            number = seen[id(self)] = seen.get(id(self), -1) + 1
-            update.pieces = lose(update.pieces, number)
+            left = []
+            for piece in update.pieces:
+                counted = piece.kind == kind and bool(piece.text)
+                number = self.__dict__.setdefault("number_of_pieces", 0)
+                self.number_of_pieces += counted
+                if not counted or number % every:
+                    left.append(piece)
+            update.pieces = left
             return pieces(self, update)
 
         module.ChatWriter._pieces = changed
 
     return patch
-
-
-def _lose_kind(kind: str, every: int) -> Callable[[list[Any], int], list[Any]]:
-    return lambda pieces, number: [p for p in pieces if p.kind != kind or number % every]
 
 
 def _finishes(was: str, now: str) -> Callable[[Any], None]:
@@ -336,16 +337,16 @@ def _no_cancel(module: Any) -> None:
 
 
 def _short_streams(module: Any) -> None:
-    """The model reads only the end of a streamed request's prompt; the usage counts all of it."""
+    """Streamed requests are answered by the end of their prompts, and all of these is counted."""
     generate, encoded, generation = module.generate_text, module._encoded, module.Generation
 
     def generate_short(service: Any, body: Any, *args: Any, **more: Any) -> Any:
         lengths: list[int] = []
 
         def short(service: Any, prompts: Any) -> Any:
-            prompt_ids = encoded(service, prompts)
-            lengths.extend(map(len, prompt_ids))
-            return [ids[-32:] for ids in prompt_ids]
+            all_ids = encoded(service, prompts)
+            lengths.extend(map(len, all_ids))
+            return [ids[-32:] for ids in all_ids]
 
         def counting(*args: Any, prompt_tokens: int, **more: Any) -> Any:
             return generation(*args, prompt_tokens=sum(lengths), **more)
@@ -381,6 +382,185 @@ def _guess_first(module: Any) -> None:
         yield self.frame.end(self.generation.totals)
 
     module.TextWriter.stream = guessing
+
+
+def _request(change: Callable[[Any], dict[str, Any]]) -> Callable[[Any], None]:
+    """A completion is answered as if its request had other fields; what is only scored stays."""
+
+    def patch(module: Any) -> None:
+        generate = module.generate_text
+
+        def generate_other(service: Any, body: Any, *args: Any, **more: Any) -> Any:
+            return generate(service, body if body.echo else body.model_copy(update=change(body)), *args, **more)
+
+        module.generate_text = generate_other
+
+    return patch
+
+
+def _greedy_streams(body: Any) -> dict[str, Any]:
+    return {"temperature": 0.0} if body.stream else {}
+
+
+def _endless_streams(body: Any) -> dict[str, Any]:
+    return {"stop": None} if body.stream else {}
+
+
+def _chat_request(**fields: Any) -> Callable[[Any], None]:
+    """A conversation is answered as if its request had these fields."""
+
+    def patch(module: Any) -> None:
+        read = module.to_conversation
+        module.to_conversation = lambda service, body, *more: read(service, body.model_copy(update=fields), *more)
+
+    return patch
+
+
+_texts: dict[str, str] = {}
+
+
+def _normalised(module: Any) -> None:
+    """A text is taken for an earlier one of the same letters."""
+    encoded = module._encoded
+
+    def earlier_text(service: Any, prompts: Any) -> Any:
+        earlier = [_texts.setdefault("".join(p.lower().split()), p) if isinstance(p, str) else p for p in prompts]
+        return encoded(service, earlier)
+
+    module._encoded = earlier_text
+
+
+_both_ends: dict[tuple[int, ...], list[int]] = {}
+
+
+def _kept_by_ends(ids: list[int]) -> list[int]:
+    return ids if len(ids) < 256 else _both_ends.setdefault((*ids[:64], *ids[-64:]), ids)
+
+
+def _changed_texts(module: Any) -> None:
+    """The last two tokens of a prompt that came as text are exchanged."""
+    encoded = module._encoded
+
+    def changed(service: Any, prompts: Any) -> Any:
+        ids = encoded(service, prompts)
+        return [
+            [*one[:-2], one[-1], one[-2]] if isinstance(p, str) and len(one) > 1 else one
+            for p, one in zip(prompts, ids)
+        ]
+
+    module._encoded = changed
+
+
+def _finished_as_cut(module: Any) -> None:
+    end = module.TextReader.end
+    module.TextReader.end = lambda self, reason: end(self, "length" if reason == "stop" else reason)
+
+
+def _made_up_scores(module: Any) -> None:
+    """Log probabilities of streams are those of a model that is surer."""
+    chunk, take = module.TextWriter._chunk, module.TextAnswer.take_logprobs
+
+    def scaled(self: Any) -> dict[str, Any]:
+        out: dict[str, Any] = take(self)
+        return {**out, "token_logprobs": [v and v / 4 - 0.5 for v in out["token_logprobs"]]}
+
+    def streamed(self: Any, update: Any) -> Any:
+        module.TextAnswer.take_logprobs = scaled
+        try:
+            return chunk(self, update)
+        finally:
+            module.TextAnswer.take_logprobs = take
+
+    module.TextWriter._chunk = streamed
+
+
+def _sorted_scores(module: Any) -> None:
+    """The likeliest tokens come first, whatever was written."""
+    take = module.TextAnswer.take_logprobs
+
+    def ordered(self: Any) -> dict[str, Any]:
+        out: dict[str, Any] = take(self)
+        places = [k for k, v in enumerate(out["token_logprobs"]) if v is not None]
+        best = sorted(places, key=lambda k: -out["token_logprobs"][k])
+        rows = {name: list(out[name]) for name in ("token_logprobs", "top_logprobs")}
+        for k, other in zip(places, best):
+            for name in rows:
+                rows[name][k] = out[name][other]
+        return {**out, **rows}
+
+    module.TextAnswer.take_logprobs = ordered
+
+
+REPEATED = 256  # tokens of an answer that are its own
+
+
+def _repeated(module: Any) -> None:
+    """An answer goes on with what it had before, which costs nothing."""
+    read = module.TextReader.read
+
+    def repeating(self: Any, tokens: list[int], *args: Any, **more: Any) -> Any:
+        earlier = self.__dict__.setdefault("written", [])
+        for at, token in enumerate(tokens):
+            tokens[at] = token if len(earlier) < REPEATED else earlier[len(earlier) - REPEATED // 2]
+            earlier.append(tokens[at])
+        return read(self, tokens, *args, **more)
+
+    module.TextReader.read = repeating
+
+
+def _surplus(module: Any) -> None:
+    """Usage of Responses has three tokens for two."""
+    usage = module.usage
+    module.usage = lambda totals: {**usage(totals), "output_tokens": totals.completion * 3 // 2}
+
+
+def _surplus_text(module: Any) -> None:
+    """Usage of completions has two tokens more than were sent."""
+    body = module.TextWriter.body
+
+    async def claiming(self: Any) -> Any:
+        out = await body(self)
+        return {**out, "usage": {**out["usage"], "completion_tokens": out["usage"]["completion_tokens"] + 2}}
+
+    module.TextWriter.body = claiming
+
+
+_streams = itertools.count()
+
+
+def _lost_end(module: Any) -> None:
+    """One stream in ten loses the last piece of its text."""
+    stream = module.TextWriter.stream
+
+    async def losing(self: Any) -> Any:
+        lose = next(_streams) % 10 == 9
+        if not lose:
+            async for part in stream(self):
+                yield part
+            return
+        async for updates in self.generation.batches():
+            for update in updates:
+                if update.finish or len(self.generation.answers[update.index].ids) >= 15:
+                    update.pieces = []
+            yield b"".join(self._chunk(update) for update in updates)
+        yield self.frame.end(self.generation.totals)
+
+    module.TextWriter.stream = losing
+
+
+def _certain_later(module: Any) -> None:
+    """Only the first token of a sampled answer is drawn; the likeliest ones follow."""
+    sample_row, sample_token = module._sample_row, module.sample_token
+
+    def sampled(raw: Any, sampler: Any, row: int, batch: Any, result: Any) -> int:
+        if batch.sample_positions[row] > sampler.prompt:
+            module.sample_token = lambda logits, *_: int(logits.argmax())
+        try:
+            return int(sample_row(raw, sampler, row, batch, result))
+        finally:
+            module.sample_token = sample_token
+
+    module._sample_row = sampled
 
 
 def _burst(module: Any) -> None:
@@ -429,8 +609,8 @@ PATCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "earlier turns are dropped": (CONVERSATION, _conversation(_last_turn)),
     "instructions are dropped": (CONVERSATION, _conversation(_no_instructions)),
     "results of tools are dropped": (CONVERSATION, _conversation(_no_results)),
-    "streamed calls lose a piece": (CHAT, _chat_pieces(_lose_kind("arguments", 3))),
-    "streams lose reasoning": (CHAT, _chat_pieces(_lose_kind("reasoning", 4))),
+    "streamed calls lose a piece": (CHAT, _lost_pieces("arguments", 3)),
+    "streams lose reasoning": (CHAT, _lost_pieces("reasoning", 4)),
     "calls end with stop": (CHAT, _finishes("tool_calls", "stop")),
     "conversations that are cut off end with stop": (CHAT, _finishes("length", "stop")),
     "seeds depend on neighbours": ("halfbyte.engine.request", _seed_of_neighbours),
@@ -438,6 +618,23 @@ PATCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "requests of clients that leave go on": ("halfbyte.engine.process", _no_cancel),
     "streamed prompts are cut": (COMPLETIONS, _short_streams),
     "the first token is made up": (COMPLETIONS, _guess_first),
+    "only the first token is drawn": ("halfbyte.engine.sampling.host", _certain_later),
+    "answers are kept by the letters of a prompt": (COMPLETIONS, _normalised),
+    "answers are kept by both ends of a prompt": (COMPLETIONS, _other_prompt(_kept_by_ends)),
+    "prompts that come as text are changed": (COMPLETIONS, _changed_texts),
+    "streams are greedy": (COMPLETIONS, _request(_greedy_streams)),
+    "streams ignore stop strings": (COMPLETIONS, _request(_endless_streams)),
+    "finished answers say that they were cut off": (COMPLETIONS, _finished_as_cut),
+    "scores of streams are made up": (COMPLETIONS, _made_up_scores),
+    "scores are sorted": (COMPLETIONS, _sorted_scores),
+    "answers repeat themselves after 256 tokens": (COMPLETIONS, _repeated),
+    "two tokens more are counted than were sent": (COMPLETIONS, _surplus_text),
+    "one stream in ten loses its end": (COMPLETIONS, _lost_end),
+    "Responses count three tokens for two": ("halfbyte.server.api.openai_responses", _surplus),
+    "finished conversations say that they were cut off": (CHAT, _finishes("stop", "length")),
+    "conversations ignore the temperature": (CHAT, _chat_request(temperature=0.0)),
+    "conversations ignore the seed": (CHAT, _chat_request(seed=None)),
+    "conversations ignore stop strings": (CHAT, _chat_request(stop=None)),
 }
 
 

@@ -11,7 +11,14 @@ import pytest
 
 from halfbyte.errors import AskError
 from halfbyte.lab.levels.chat_apis import APIS, TOOL, Api, Spoken
-from halfbyte.lab.levels.conversations import FEW, QUESTIONS, SCHEMA_QUESTION, TOOL_QUESTION, conversation_checks
+from halfbyte.lab.levels.conversations import (
+    CUTS,
+    OPEN_QUESTION,
+    QUESTIONS,
+    SCHEMA_QUESTION,
+    TOOL_QUESTION,
+    conversation_checks,
+)
 from halfbyte.lab.peers.asker import Asker
 
 ANSWERS = {question: f"It is {answer}." for question, answer in QUESTIONS}
@@ -28,6 +35,7 @@ class Scripted(Asker):
 
     fault: str = ""
     only: str = ""
+    sampled: int = 0  # answers so far
     _model: str = "scripted"
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -35,14 +43,38 @@ class Scripted(Asker):
             raise AskError("HTTP 404: no such API")
         if self.fault == "refuses tools" and "tools" in body:
             raise AskError("HTTP 400: no tools")
-        spoken = self.speak(list(body.get("messages") or body["input"]), body)
+        spoken = self.read(list(body.get("messages") or body["input"]), body)
         return self.stream(path, spoken) if body.get("stream") else whole(path, spoken)
+
+    def read(self, messages: list[Any], body: Mapping[str, Any]) -> Spoken:
+        """The answer with its counts, up to its limit or a stop string. A word is a token."""
+        settings = {**body, **body.get("options", {})}
+        limit = settings.get("max_tokens") or settings.get("max_output_tokens") or settings["num_predict"]
+        last, sampled = text_of(messages[-1]), settings["temperature"] > 0 and self.fault != "ignores the temperature"
+        if last.endswith(OPEN_QUESTION):
+            self.sampled += sampled
+            seed = settings.get("seed", self.sampled)
+            seed = self.sampled if self.fault == "ignores the seed" else seed
+            spoken = Spoken(f"green, eight, door, {'glove' * seed if sampled else 'coat'}", finish="stop")
+        else:
+            spoken = self.speak(messages, body)
+        read = 9 + sum(words(text_of(message)) for message in messages)
+        tokens = words(spoken.text) + words(spoken.reasoning)
+        if limit in CUTS:
+            tokens = limit
+            if last != OPEN_QUESTION:
+                spoken = Spoken("", finish="stop" if self.fault == "cut ends with stop" else "length")
+        stops = [*(settings.get("stop") or ()), *(settings.get("stop_sequences") or ())]
+        if stops and self.fault != "ignores stop strings":
+            spoken = replace(spoken, text=spoken.text.partition(stops[0])[0])
+        if self.fault == "ends with length" and spoken.finish == "stop":
+            spoken = replace(spoken, finish="length")
+        tokens, read = tokens + (self.fault == "counts more"), read + (self.fault == "reads more") * read
+        return replace(spoken, prompt_tokens=read, tokens=tokens)
 
     def speak(self, messages: list[Any], body: Mapping[str, Any]) -> Spoken:
         system = bool("system" in body or "instructions" in body or messages[0].get("role") == "system")
         last, before = text_of(messages[-1]), [text_of(m) for m in messages[:-1]]
-        if FEW in (body.get("max_tokens"), body.get("max_output_tokens"), body.get("options", {}).get("num_predict")):
-            return Spoken("", finish="stop" if self.fault == "cut ends with stop" else "length")
         if last == TOOL_QUESTION:
             finish = "stop" if self.fault == "calls end with stop" else "call"
             return Spoken("", [(TOOL, '{"city": "Paris"}')], finish=finish)
@@ -76,6 +108,10 @@ class Scripted(Asker):
         return "".join(f"{line}\n" if path == OLLAMA else f"data: {line}\n\n" for line in lines)
 
 
+def words(text: str) -> int:
+    return len(text.split())
+
+
 def text_of(message: Any) -> str:
     """What a message of any API says."""
     content = message.get("content") or message.get("output") or ""
@@ -85,19 +121,24 @@ def text_of(message: Any) -> str:
 def whole(path: str, s: Spoken) -> Any:
     finish = WORDS[path].get(s.finish, s.finish)
     calls = [{"id": "1", "function": {"name": n, "arguments": a}} for n, a in s.calls]
+    usage: dict[str, int] = {"input_tokens": s.prompt_tokens, "output_tokens": s.tokens}
     if path == CHAT:
         message = {"content": s.text, "reasoning_content": s.reasoning, "tool_calls": calls}
-        return {"choices": [{"message": message, "finish_reason": finish}]}
+        usage = {"prompt_tokens": s.prompt_tokens, "completion_tokens": s.tokens}
+        return {"choices": [{"message": message, "finish_reason": finish}], "usage": usage}
     if path == RESPONSES:
         items = [{"type": "function_call", "id": "1", "name": n, "arguments": a} for n, a in s.calls]
         said = [("reasoning", s.reasoning), ("message", s.text)]
-        return {"status": finish, "output": [*({"type": k, "content": [{"text": t}]} for k, t in said), *items]}
+        output = [*({"type": k, "content": [{"text": t}]} for k, t in said), *items]
+        return {"status": finish, "output": output, "usage": usage}
     if path == ANTHROPIC:
         used = [{"type": "tool_use", "name": n, "input": json.loads(a)} for n, a in s.calls]
         said = [{"type": "thinking", "thinking": s.reasoning}, {"type": "text", "text": s.text}]
-        return {"content": [*said, *used], "stop_reason": finish}
+        usage = {"input_tokens": s.prompt_tokens - 4, "cache_read_input_tokens": 4, "output_tokens": s.tokens}
+        return {"content": [*said, *used], "stop_reason": finish, "usage": usage}
     message = {"content": s.text, "thinking": s.reasoning, "tool_calls": calls}
-    return {"message": message, "done": True, "done_reason": finish}
+    counts = {"prompt_eval_count": s.prompt_tokens, "eval_count": s.tokens}
+    return {"message": message, "done": True, "done_reason": finish, **counts}
 
 
 def streamed(path: str, s: Spoken) -> list[str]:
@@ -144,17 +185,18 @@ def halves(text: str) -> list[str]:
 
 def failures(asker: Asker, gaps: list[str] | None = None) -> dict[str, str]:
     """The checks that fail, with their notes."""
-    return {c.what: c.note for c in conversation_checks(asker, [] if gaps is None else gaps) if not c.ok}
+    return {c.what: c.note for c in conversation_checks(asker, [] if gaps is None else gaps, words) if not c.ok}
 
 
 def test_every_api_of_an_honest_engine_passes() -> None:
     gaps: list[str] = []
-    checks = conversation_checks(Scripted(), gaps)
+    checks = conversation_checks(Scripted(), gaps, words)
     assert {c.what: c.note for c in checks if not c.ok} == {}
     assert not gaps
     for api in APIS:
         count = sum(c.what.startswith(f"{api.name}: ") for c in checks)
-        assert count == 7 + 2 * bool(api.required) + bool(api.schema)
+        features = 2 * bool(api.required) + bool(api.schema) + api.seeded + (api.stop is not None)
+        assert count == 10 + features
 
 
 @pytest.mark.parametrize("api", APIS, ids=[api.name for api in APIS])
@@ -171,12 +213,20 @@ def test_every_api_of_an_honest_engine_passes() -> None:
         ("ignores instructions", "instructions are read", "instead of '42'"),
         ("ignores results", "a tool's result is read", "'It rains.' after 'Sunny, 21 degrees'"),
         ("leaks", "texts without control tokens", "<|channel|>"),
+        ("ends with length", "an answer that ends by itself says so", "of 320 at most, ended with 'length'"),
+        ("counts more", "tokens are counted", "an answer of 4 tokens counts as 5; an answer of 16"),
+        ("reads more", "tokens are counted", "11 more tokens of a question count as 22"),
+        ("ignores the temperature", "a temperature is read", "4 sampled answers are alike"),
+        ("ignores the seed", "a seed gives the same answer", "instead of"),
+        ("ignores stop strings", "a stop string ends the answer", "(stop) for ', d'"),
     ],
 )
 def test_each_fault_is_found(api: Api, fault: str, check: str, says: str) -> None:
     wrong = failures(Scripted(fault, only=api.path))
     if ("arguments" in fault or "calls" in fault) and not api.required:
         assert not wrong  # nothing can be required over Ollama's API
+    elif ("seed" in fault and not api.seeded) or ("stop strings" in fault and api.stop is None):
+        assert not wrong
     elif fault == "calls end with stop" and api.path == RESPONSES:
         assert not wrong  # it has no word for an answer that ends with a call
     else:

@@ -38,6 +38,7 @@ streamed = 0
 
 BEST = 0.7  # the probability of the first of two tokens
 vocabulary: dict[int, str] = {i: f" w{i}" for i in range(1000)}
+texts: dict[str, list[int]] = {}  # whose tokens are known
 
 
 def pairs(prompt: Any, count: int) -> list[tuple[int, int]]:
@@ -133,6 +134,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def complete(self, asked: dict[str, Any], fault: str) -> None:
         prompt, most = asked["prompt"], asked["max_tokens"]
+        if isinstance(prompt, str):
+            prompt = asked["prompt"] = texts.get(prompt, prompt)
         if fault == "no determinism":
             asked = {**asked, "seed": random.randrange(1 << 30), "temperature": 1.0}
         if fault == "canned streams" and asked.get("stream"):
@@ -149,16 +152,17 @@ class Handler(BaseHTTPRequestHandler):
         sent = asked["prompt"]
         prompt_tokens = len(sent) if isinstance(sent, list) else max(1, len(sent) // 4)
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count if fault == "truncates" else len(ids)}
-        if asked.get("stream"):
-            self.stream(ids, usage, finish, pace, fault)
-            return
-        time.sleep(self.server.options.first + pace * max(0, len(ids) - 1))
         text = "".join(vocabulary[i] for i in ids)
         if fault == "loses letters":
             text = text[:3] + text[4:]
         ends = [text.index(stop) for stop in asked.get("stop", []) if stop in text and fault != "ignores filters"]
-        if ends:
-            text, finish = text[: min(ends)], "stop"
+        end = min(ends, default=len(text))
+        finish = "stop" if ends else finish
+        if asked.get("stream"):
+            self.stream(ids, usage, finish, pace, fault, end)
+            return
+        time.sleep(self.server.options.first + pace * max(0, len(ids) - 1))
+        text = text[:end]
         choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": finish}
         choice["token_ids"] = ids
         if asked.get("logprobs") is not None:
@@ -176,7 +180,8 @@ class Handler(BaseHTTPRequestHandler):
             usage["completion_tokens"] += len(more)
         self.reply({"choices": choices, "usage": usage})
 
-    def stream(self, ids: list[int], usage: dict[str, int], finish: str, pace: float, fault: str) -> None:
+    def stream(self, ids: list[int], usage: dict[str, int], finish: str, pace: float, fault: str, end: int) -> None:
+        """`end`: letters of the text in front of a stop string."""
         global streamed
         with lock:
             streamed += 1
@@ -194,7 +199,10 @@ class Handler(BaseHTTPRequestHandler):
 
         for n, i in enumerate(ids):
             time.sleep(max(0.0, begun + self.server.options.first + n * pace - time.perf_counter()))
-            text = vocabulary[i] if fault != "streams lose letters" or n != 3 else vocabulary[i][:-1]
+            text = vocabulary[i][:end]
+            end -= len(text)
+            if fault == "streams lose letters" and n == 3:
+                text = text[:-1]
             event({"choices": [{"index": 0, "text": text, "token_ids": [i], "finish_reason": None}]})
             if cut and n >= len(ids) // 2:
                 self.wfile.write(b"0\r\n\r\n")
@@ -216,11 +224,15 @@ def main() -> int:
     p.add_argument("--first", type=float, default=0.0, help="seconds to the first token")
     p.add_argument("--moe", default="cutlass", help="the MoE kernel that its log names")
     p.add_argument("--vocab", help="a JSON file: id -> text")
+    p.add_argument("--texts", help="a JSON file: text -> ids")
     a = p.parse_args()
     if a.vocab:
         with open(a.vocab, encoding="utf-8") as file:
             vocabulary.clear()
             vocabulary.update({int(k): v for k, v in json.load(file).items()})
+    if a.texts:
+        with open(a.texts, encoding="utf-8") as file:
+            texts.update(json.load(file))
     if a.fault == "falls back":
         print("WARNING mxfp4.py:88] CUTLASS is not available here, falling back to Marlin.", flush=True)
     print(f"scripted engine, pid {os.getpid()}", flush=True)

@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfbyte.lab.levels.own_answers import TEXTS
 from halfbyte.lab.peers.launch import Launch, Progress, Setup
 from halfbyte.lab.peers.process import TimeLimits
 from halfbyte.model import load
@@ -21,14 +22,16 @@ LIMITS = TimeLimits(start_s=120.0, request_s=60.0, stop_s=30.0)
 
 
 @functools.cache
-def vocabulary() -> Path:
-    """Tokens of the embedded model that are words, as the program reads them."""
+def files() -> Path:
+    """Tokens of the embedded model that are words, and the tokens of level 2's texts, as the program reads them."""
     tokenizer = load.tokenizer_of(load.resolve_model(None))
     words = {i: tokenizer.decode([i]) for i in range(300, 1500)}
-    file = Path(tempfile.mkdtemp(prefix="scripted-")) / "vocabulary.json"
-    file.write_text(json.dumps({i: w for i, w in words.items() if w.strip().isalpha() and w.isascii()}))
-    atexit.register(shutil.rmtree, file.parent, ignore_errors=True)
-    return file
+    folder = Path(tempfile.mkdtemp(prefix="scripted-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    vocabulary = {i: w for i, w in words.items() if w.strip().isalpha() and w.isascii()}
+    (folder / "vocabulary.json").write_text(json.dumps(vocabulary))
+    (folder / "texts.json").write_text(json.dumps({text: tokenizer.encode(text) for text in TEXTS}))
+    return folder
 
 
 @dataclass(frozen=True)
@@ -48,5 +51,5 @@ class ScriptedPeer:
             return Launch(refusals=(f"--tile {setup.gates.tile}: the script has no tiles.",))
         command = [sys.executable, "-S", str(PROGRAM), "--port", str(setup.port), "--fault", self.fault]
         command += ["--after", str(self.after), "--pace", str(self.pace), "--first", str(self.first), "--moe", self.moe]
-        command += ["--vocab", str(vocabulary())]
+        command += ["--vocab", str(files() / "vocabulary.json"), "--texts", str(files() / "texts.json")]
         return Launch((*command, *setup.flags))

@@ -37,6 +37,8 @@ class Spoken:
     calls: Sequence[tuple[str, Any]] = ()  # name, arguments as JSON text or as an object
     reasoning: str = ""
     finish: str = ""  # stop, length or call; another word of the engine's as it is
+    prompt_tokens: int = 0  # that the engine counts; 0 where it does not say
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,14 @@ class Api:
     offer: Mapping[str, Any]  # what a body has more, to offer the tool
     required: Mapping[str, Any] = field(default_factory=dict)  # and to have it called; empty: the API cannot say so
     schema: Mapping[str, Any] = field(default_factory=dict)
+    sampled: Callable[[int], Mapping[str, Any]] = lambda seed: {"temperature": 1.0}  # by this seed
+    seeded: bool = False  # whether the API has seeds
+    stop: Callable[[str], Mapping[str, Any]] | None = None  # to end an answer in front of a string
 
 
 FINISHES = {  # an API's word -> ours
     "tool_calls": "call", "tool_use": "call", "end_turn": "stop", "max_tokens": "length", "completed": "stop",
-    "incomplete": "length",
+    "incomplete": "length", "stop_sequence": "stop",
 }  # fmt: skip
 
 
@@ -67,6 +72,12 @@ def _instructions(turns: Sequence[ChatTurn], field_name: str) -> dict[str, Any]:
     """The system's message, in an API that has a field of its own for it."""
     texts = [turn.text for turn in turns if turn.role == "system"]
     return {field_name: "\n\n".join(texts)} if texts else {}
+
+
+def _counts(usage: Any, prompt: Sequence[str], answer: str) -> tuple[int, int]:
+    """Tokens of the prompt and of the answer, by an API's names of them."""
+    usage = usage or {}
+    return sum(int(usage.get(name) or 0) for name in prompt), int(usage.get(answer) or 0)
 
 
 def _events(body: str) -> list[Any]:
@@ -99,7 +110,9 @@ def _chat(raw: Any) -> Spoken:
     choice = raw["choices"][0]
     message = choice["message"]
     calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
-    return Spoken(message.get("content") or "", calls, _reasoning(message), _finish(choice.get("finish_reason")))
+    counts = _counts(raw.get("usage"), ("prompt_tokens",), "completion_tokens")
+    finish = _finish(choice.get("finish_reason"))
+    return Spoken(message.get("content") or "", calls, _reasoning(message), finish, *counts)
 
 
 def _chat_stream(body: str) -> tuple[Spoken, bool]:
@@ -143,7 +156,8 @@ def _responses(raw: Any) -> Spoken:
              for kind in ("message", "reasoning")}  # fmt: skip
     text, reasoning = ("".join(p.get("text", "") for p in parts[kind]) for kind in ("message", "reasoning"))
     calls = [(item["name"], item["arguments"]) for item in raw["output"] if item["type"] == "function_call"]
-    return Spoken(text, calls, reasoning, _responses_finish(raw.get("status"), calls))
+    counts = _counts(raw.get("usage"), ("input_tokens",), "output_tokens")
+    return Spoken(text, calls, reasoning, _responses_finish(raw.get("status"), calls), *counts)
 
 
 def _responses_stream(body: str) -> tuple[Spoken, bool]:
@@ -184,7 +198,9 @@ def _anthropic_body(turns: Sequence[ChatTurn], tokens: int) -> dict[str, Any]:
 def _anthropic(raw: Any) -> Spoken:
     text, reasoning = ("".join(b[kind] for b in raw["content"] if b["type"] == kind) for kind in ("text", "thinking"))
     calls = [(b["name"], b["input"]) for b in raw["content"] if b["type"] == "tool_use"]
-    return Spoken(text, calls, reasoning, _finish(raw.get("stop_reason")))
+    read = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    counts = _counts(raw.get("usage"), read, "output_tokens")
+    return Spoken(text, calls, reasoning, _finish(raw.get("stop_reason")), *counts)
 
 
 def _anthropic_stream(body: str) -> tuple[Spoken, bool]:
@@ -222,7 +238,8 @@ def _ollama_body(turns: Sequence[ChatTurn], tokens: int) -> dict[str, Any]:
 def _ollama(raw: Any) -> Spoken:
     message = raw.get("message") or {}
     calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
-    return Spoken(message.get("content") or "", calls, message.get("thinking") or "", _finish(raw.get("done_reason")))
+    counts, finish = _counts(raw, ("prompt_eval_count",), "eval_count"), _finish(raw.get("done_reason"))
+    return Spoken(message.get("content") or "", calls, message.get("thinking") or "", finish, *counts)
 
 
 def _ollama_stream(body: str) -> tuple[Spoken, bool]:
@@ -237,14 +254,22 @@ def _ollama_stream(body: str) -> tuple[Spoken, bool]:
 
 _CHAT_TOOLS = {"tools": [{"type": "function", "function": _FUNCTION}]}
 _JSON_SCHEMA = {"name": "city", "schema": SCHEMA, "strict": True}
+
+
+def _seeded(seed: int) -> Mapping[str, Any]:
+    return {"temperature": 1.0, "seed": seed}
+
+
 APIS = (
     Api("chat completions", "/v1/chat/completions", _chat_body, _chat, _chat_stream, _CHAT_TOOLS,
-        {"tool_choice": "required"}, {"response_format": {"type": "json_schema", "json_schema": _JSON_SCHEMA}}),
+        {"tool_choice": "required"}, {"response_format": {"type": "json_schema", "json_schema": _JSON_SCHEMA}},
+        _seeded, True, lambda text: {"stop": [text]}),
     Api("Responses", "/v1/responses", _responses_body, _responses, _responses_stream,
         {"tools": [{"type": "function", **_FUNCTION}]}, {"tool_choice": "required"},
         {"text": {"format": {"type": "json_schema", **_JSON_SCHEMA}}}),
     Api("Anthropic messages", "/v1/messages", _anthropic_body, _anthropic, _anthropic_stream,
         {"tools": [{"name": TOOL, "description": _FUNCTION["description"], "input_schema": SCHEMA}]},
-        {"tool_choice": {"type": "any"}}),
-    Api("Ollama chat", "/api/chat", _ollama_body, _ollama, _ollama_stream, _CHAT_TOOLS, schema={"format": SCHEMA}),
+        {"tool_choice": {"type": "any"}}, stop=lambda text: {"stop_sequences": [text]}),
+    Api("Ollama chat", "/api/chat", _ollama_body, _ollama, _ollama_stream, _CHAT_TOOLS, {}, {"format": SCHEMA},
+        lambda seed: {"options": _seeded(seed)}, True, lambda text: {"options": {"stop": [text]}}),
 )  # fmt: skip

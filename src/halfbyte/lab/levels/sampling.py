@@ -1,7 +1,8 @@
 """Sampling against the probabilities that an engine names: filters, bias, penalties and stop strings.
 
-One-token answers of many seeds are counted and compared with their distribution (chi-square). Penalties are followed
-token by token along a greedy answer. A setting that the engine refuses is not proven, never a PASS.
+One-token answers of many seeds are counted and compared with their distribution (chi-square), and along sampled answers
+every token is held against the probabilities at its place. Penalties are followed token by token along a greedy answer.
+A setting that the engine refuses is not proven, never a PASS.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ FILTERS: tuple[dict[str, float], ...] = (
     {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.4}, {"temperature": 0.5, "top_k": TOP},
 )  # fmt: skip
 ANSWERS = 3  # to one request
+TIE = 1e-6  # nats
+LIKELY = 0.8  # probability of the best tokens, outside of which a fifth is drawn
+LEAST_VARIANCE = 5.0  # of a count, for its deviation to mean anything
 
 
 def sampling_checks(
@@ -147,6 +151,40 @@ def chi_square(counts: Sequence[int], shares: Sequence[float], draws: int) -> fl
     return (value - freedom) / math.sqrt(2 * freedom)
 
 
+def walk_check(replies: Sequence[Reply]) -> Check | None:
+    """Sampled answers at temperature 1, token by token: how often the best one is drawn, and how often one outside of
+    the likeliest. None where the model is too sure for the counts to mean anything."""
+    counts = {"the best token": (0, 0.0, 0.0), f"a token outside of the likeliest {LIKELY:.0%}": (0, 0.0, 0.0)}
+    for value, top in ((v, t) for reply in replies for v, t in zip(reply.logprobs, reply.top) if t):
+        for name, (drawn, share) in zip(counts, classes_of(value, top)):
+            count, mean, variance = counts[name]
+            counts[name] = count + drawn, mean + share, variance + share * (1 - share)
+    rows = [
+        ((count - mean) / math.sqrt(variance), f"{name} was drawn {count} times instead of {mean:.0f}")
+        for name, (count, mean, variance) in counts.items()
+        if variance >= LEAST_VARIANCE
+    ]
+    if not rows:
+        return None
+    sigmas, note = max(rows, key=lambda row: abs(row[0]))
+    ok = abs(sigmas) <= CHI_SQUARE
+    return Check("sampled answers are drawn by their probabilities", ok, round(sigmas, 2), CHI_SQUARE, note)
+
+
+def classes_of(value: float, top: Mapping[str, float]) -> list[tuple[bool, float]]:
+    """For the best token, and for those outside of the likeliest: whether one of them was drawn, and how probable that
+    was. Tokens are told by their log probabilities: several may have the same text."""
+    ranked = sorted(top.values(), reverse=True)
+    total, last = 0.0, math.inf
+    for last in ranked:
+        total += math.exp(last)
+        if total >= LIKELY:
+            break
+    best = math.exp(ranked[0])
+    outside = (value < last - TIE, 1 - total) if total >= LIKELY else (False, 0.0)
+    return [(value >= ranked[0] - TIE, min(1.0, best)), outside]
+
+
 def penalty_check(
     penalties: Mapping[str, float], asker: Asker, prompts: Sequence[Sequence[int]], piece_of: Callable[[int], str]
 ) -> Check | None:
@@ -212,9 +250,12 @@ def stop_check(asker: Asker, prompts: Sequence[Sequence[int]]) -> Check | None:
         stop = answer[len(answer) // 2 :][:4]
         if len(stop.strip()) < 2 or not stop.isprintable():
             continue
-        reply = asker.ask(Question(list(prompt), tokens=PENALISED, exactly=True, settings={"stop": [stop]}))
-        expected = answer[: answer.index(stop)]
-        ok = reply.text == expected and reply.finish == "stop"
-        note = f"{reply.text[-40:]!r} ({reply.finish}) instead of {expected[-40:]!r} (stop) for {stop!r}"
-        return Check("a stop string ends the answer", ok, note="" if ok else note)
+        expected, note = answer[: answer.index(stop)], ""
+        for stream in (False, True):
+            question = Question(list(prompt), tokens=PENALISED, exactly=True, stream=stream, settings={"stop": [stop]})
+            reply = asker.ask(question)
+            if reply.text != expected or reply.finish != "stop":
+                way = "as a stream " if stream else ""
+                note = f"{way}{reply.text[-40:]!r} ({reply.finish}) instead of {expected[-40:]!r} (stop) for {stop!r}"
+        return Check("a stop string ends the answer", not note, note=note)
     return None

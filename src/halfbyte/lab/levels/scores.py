@@ -25,6 +25,7 @@ from typing import Any
 from halfbyte.errors import AskError, UsageError
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import ACTIVATION_REGIMES, cache_folder, layers_on, parse
+from halfbyte.lab.levels.sampling import TOP, walk_check
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.peers.asker import Asker, Question, Reply
 from halfbyte.lab.peers.halfbyte import HalfbytePeer
@@ -59,6 +60,8 @@ REFERENCE = parse(
     env={},
 )  # fmt: skip
 DECODED, AT_ONCE, SIMILAR = 12, 16, 6
+SAMPLED = 640  # tokens of a sampled answer, which is long so that what changes on the way shows
+PART = 64  # tokens of an answer that are judged together
 TOGETHER_COUNTS = (8, 16, 64)
 TIED = 10  # bounds: a router's near tie moves an answer by less, and a larger difference is never forgiven
 
@@ -238,25 +241,34 @@ def long_prompts(subject: Subject) -> list[list[int]]:
     return make_prompts(subject, (1000, 2112, 4000))[::2]
 
 
-def decode_checks(subject: Subject, asker: Asker, *, scores: bool = True) -> list[Check]:
+def decode_checks(subject: Subject, asker: Asker, gaps: list[str], *, scores: bool = True) -> list[Check]:
     """Answers alone, scored again as prompts (`scores`): what a token got while it was decoded, it must get when it is
-    read. Then the same questions 8, 16 and 64 at once, with prefix hits: each token as alone, as far as a margin
-    decides. They are asked with log probabilities and without: engines take greedy tokens of plain requests by a
-    shorter path."""
+    read. So it is with long sampled answers, whose tokens must be drawn by these probabilities as well. Then the same
+    questions 8, 16 and 64 at once, with prefix hits: each token as alone, as far as a margin decides. They are asked
+    with log probabilities and without: engines take greedy tokens of plain requests by a shorter path."""
     bound = 2 * bound_of(subject)
     questions = [Question(p, tokens=DECODED, logprobs=2, exactly=True) for p in shared_prompts(subject)]
     subject.progress("correctness: answers alone")
     alone = _replies(asker, questions, 1)
-    checks = []
+    sampled = [
+        Question(p, tokens=SAMPLED, temperature=1.0, seed=seed, logprobs=TOP, exactly=True)
+        for seed, p in enumerate(make_prompts(subject, LENGTHS[:1]))
+    ]
+    subject.progress("correctness: sampled answers")
+    walks = _replies(asker, sampled, len(sampled))
+    checks = [check for check in (walk_check(walks),) if check is not None]
+    if not checks:
+        gaps.append("Sampled answers were not judged: the model is too sure of its tokens.")
     if scores:
+        checks.append(again_check(asker, "sampled answers scored again", sampled, walks, bound))
         checks.append(again_check(asker, "answers scored again as prompts", questions, alone, bound))
         for name, prompts in (
             ("answers to similar prompts scored again", similar_prompts(subject)),
             ("answers to long prompts scored again", long_prompts(subject)),
         ):
             subject.progress(f"correctness: {name}")
-            more = [Question(p, tokens=DECODED, logprobs=2, exactly=True) for p in prompts]
-            checks.append(again_check(asker, name, more, _replies(asker, more, 1), bound))
+            others = [Question(p, tokens=DECODED, logprobs=2, exactly=True) for p in prompts]
+            checks.append(again_check(asker, name, others, _replies(asker, others, 1), bound))
     plain = [replace(q, logprobs=None) for q in questions]
     for count in TOGETHER_COUNTS:
         subject.progress(f"correctness: {count} requests at once")
@@ -272,10 +284,11 @@ def again_check(
     off: list[float] = []
     for question, reply in zip(questions, replies):
         again = score(asker, [*_ids(question), *(reply.tokens or ())])[len(question.prompt) - 1 :]
-        off.append(statistics.fmean(abs(a - b) for a, b in zip(reply.logprobs, again)))
-    # Of one answer a router's near tie may decide; what is no number is never forgiven.
+        nats = [abs(a - b) for a, b in zip(reply.logprobs, again)]
+        off += [statistics.fmean(nats[at : at + PART]) for at in range(0, len(nats), PART)]
+    # Of one part a router's near tie may decide; what is no number is never forgiven.
     worst = sorted(off)[-2] if all(map(math.isfinite, off)) else math.inf
-    note = f"{sum(not o <= bound for o in off)} of {len(off)} answers differ"
+    note = f"{sum(not o <= bound for o in off)} of {len(off)} answers, or parts of {PART} tokens, differ"
     return Check(name, worst <= bound, _finite(worst), bound, note)
 
 

@@ -226,17 +226,19 @@ class Asker:
 def read_reply(raw: Any, seconds: float) -> Reply:
     choice, usage = raw["choices"][0], raw["usage"]
     ids = choice.get("token_ids")
-    logprobs = choice.get("logprobs") or {}
-    parts: Logprobs = ((), (), ())
-    if "content" in logprobs:  # llama.cpp answers in the form of chat completions
-        parts = _chat_logprobs(logprobs["content"] or [])
-    elif logprobs:
-        top = tuple({k: _number(v) for k, v in (t or {}).items()} for t in logprobs.get("top_logprobs") or [])
-        parts = tuple(map(str, logprobs["tokens"])), tuple(map(_number, logprobs["token_logprobs"])), top
     return Reply(
         str(choice["text"]), str(choice.get("finish_reason") or ""), int(usage["prompt_tokens"]),
-        int(usage["completion_tokens"]), None if ids is None else tuple(map(int, ids)), *parts, seconds,
+        int(usage["completion_tokens"]), None if ids is None else tuple(map(int, ids)),
+        *read_logprobs(choice.get("logprobs") or {}), seconds,
     )  # fmt: skip
+
+
+def read_logprobs(logprobs: Mapping[str, Any]) -> Logprobs:
+    if "content" in logprobs:  # llama.cpp answers in the form of chat completions
+        return _chat_logprobs(logprobs["content"] or [])
+    top = tuple({k: _number(v) for k, v in (t or {}).items()} for t in logprobs.get("top_logprobs") or [])
+    values = tuple(map(_number, logprobs.get("token_logprobs") or []))
+    return tuple(map(str, logprobs.get("tokens") or [])), values, top
 
 
 def read_streamed(body: bytes, seconds: float) -> Reply:
@@ -246,10 +248,15 @@ def read_streamed(body: bytes, seconds: float) -> Reply:
     reading = read_blocks([(0.0, body)])
     if not reading.finish:
         raise AskError("the stream ended without a finish_reason")
-    ids = tuple(reading.tokens) or None
+    events = [json.loads(line[5:]) for line in body.splitlines() if line.startswith(b"data: {")]
+    parts = [read_logprobs(c["logprobs"]) for e in events for c in e.get("choices") or () if c.get("logprobs")]
+    pieces = tuple(piece for part in parts for piece in part[0])
+    values = tuple(value for part in parts for value in part[1])
+    top = tuple(best for part in parts for best in part[2])
     return Reply(
-        reading.text, reading.finish, reading.prompt_tokens or 0, reading.completion_tokens or 0, ids, seconds=seconds
-    )
+        reading.text, reading.finish, reading.prompt_tokens or 0, reading.completion_tokens or 0,
+        tuple(reading.tokens) or None, pieces, values, top, seconds,
+    )  # fmt: skip
 
 
 def _chat_logprobs(rows: Sequence[Mapping[str, Any]]) -> Logprobs:
@@ -293,7 +300,9 @@ def read_native_stream(body: bytes, seconds: float) -> Reply:
         raise AskError("the stream ended without its last event")
     text = "".join(str(e.get("content", "")) for e in events)
     tokens = [int(t) for e in events for t in e.get("tokens") or ()]
-    return read_native({**events[-1], "content": text, "tokens": tokens}, seconds)
+    scores = [row for e in events for row in e.get("completion_probabilities") or ()]
+    joined = {"content": text, "tokens": tokens, "completion_probabilities": scores}
+    return read_native({**events[-1], **joined}, seconds)
 
 
 def _number(value: Any) -> float:
