@@ -86,6 +86,18 @@ def test_a_planted_slowdown(slowdown: float, expected: bool, client: type[Waveri
     assert not any(change == "improvement" for changes in found for change in changes)
 
 
+@pytest.mark.parametrize(
+    ("noise", "least", "most"), [(NOISE, 0.95, 0.0), (2 * NOISE, 0.8, 0.0), (4 * NOISE, 0.0, 0.05)]
+)
+def test_identical_engines_are_equal(monkeypatch: pytest.MonkeyPatch, noise: float, least: float, most: float) -> None:
+    """In 95 of 100 comparisons. Where runs vary more, the others are not decided, and at most one in twenty is called a
+    change, which is what a 95 % interval says of itself."""
+    monkeypatch.setitem(globals(), "NOISE", noise)
+    changes = [change for seed in range(50) for change in said_of(0.0, seed, WaveringClient)]
+    assert changes.count("no difference") >= least * len(changes)
+    assert sum(change not in ("no difference", "inconclusive") for change in changes) <= most * len(changes)
+
+
 def test_rounds_end_when_nothing_is_left_to_decide() -> None:
     clear = compare_clients(WaveringClient(1.0, 1), WaveringClient(1.5, 2), Rounds(WORKS), 100)
     assert {len(clear.timed(work)[0]) for work in WORKS} == {Rounds().least}

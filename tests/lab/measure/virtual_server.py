@@ -67,18 +67,19 @@ class KnownServer:
     seen before. `holds`: all tokens are kept back and sent in a burst; `spells`: the share of tokens that have text.
     `waits`: so many seconds pass before every answer, in which tokens are computed that are then sent in a burst;
     `greets`: an event without text comes at once, which claims a token; `reads`: the most tokens of a prompt that it
-    reads; `claims`: times its tokens that the usage at the end says."""
+    reads; `claims`: times its tokens that the usage at the end says; `gathers`: so many tokens are computed before the
+    first is sent, and all are sent evenly until the last is computed."""
 
     def __init__(
         self, prefill: float, pace: float, together: int = 1, slots: int = 1 << 30, ids: bool = True,
         running: bool = False, thinks: int = 0, short_by: int = 0, pauses: Sequence[tuple[float, float]] = (),
         holds: bool = False, spells: float = 1.0, waits: float = 0.0, reads: int = 1 << 30, claims: float = 1.0,
-        greets: bool = False,
+        greets: bool = False, gathers: int = 0,
     ) -> None:  # fmt: skip
         self.prefill, self.pace, self.together, self.ids, self.running = prefill, pace, together, ids, running
         self.thinks, self.short_by, self.pauses = thinks, short_by, list(pauses)
         self.holds, self.spells, self.waits, self.reads, self.claims = holds, spells, waits, reads, claims
-        self.greets = greets
+        self.greets, self.gathers = greets, gathers
         self.loop = VirtualLoop()
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.sent: list[float] = []
@@ -117,13 +118,15 @@ class KnownServer:
         if self.greets:
             usage = {"prompt_tokens": 9, "completion_tokens": 1}
             self._event(reader, {"choices": [{"index": 0, "text": ""}], **({"usage": usage} if self.running else {})})
-        await asyncio.sleep(self.prefill + self.waits + (count * self.pace if self.holds else 0.0))
+        held = count if self.holds else min(self.gathers, count)
+        await asyncio.sleep(self.prefill + self.waits + held * self.pace)
+        pace = self.pace * (count - held) / (count - 1) if held and not self.holds and count > 1 else self.pace
         done, ready = 0, int(self.waits / self.pace) if self.waits else 0
         while done < count:
             n = min(1 if not done else self.together, count - done)
             if done:
                 quick = self.holds or done < ready
-                await asyncio.sleep(n * (self.pace / 200 if quick else self.pace) + self._pause())
+                await asyncio.sleep(n * (self.pace / 200 if quick else pace) + self._pause())
             done += n
             field = "reasoning_content" if done <= self.thinks else "content"
             text = " a" * sum(int(k * self.spells) < int((k + 1) * self.spells) for k in range(done - n, done))

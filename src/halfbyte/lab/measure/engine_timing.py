@@ -45,9 +45,9 @@ from halfbyte.roofline import Gpu
 
 SHORTEST_S = 5e-4  # that tokens come in: less is a client that was not there when they came
 ATTEMPTS = 6  # of a busy machine's client to be there
-BURST = 1.5  # times the speed of the whole answer that the speed of its decode may be, prompt left out
+BURST = 1.2  # times the speed of the whole answer that the speed of its decode may be, prompt left out
 HICCUP_S = 0.02  # seconds that a busy machine may cost
-HIDDEN = 0.5  # times the rest of an answer that its first token may take before a longer answer is asked for
+HIDDEN = 0.2  # times the rest of an answer that its first token may take before a longer answer is asked for
 LONGER = 4  # times as many tokens of that one
 LONGEST_FIRST = 9.0  # times the rest of an answer that the first token behind a prompt of one token may take
 CHUNK = 2048  # rows of a step that only counts experts
