@@ -32,7 +32,7 @@ from halfbyte.kernels.triton import attention, linear, moe, tiles
 from halfbyte.kernels.triton.phases import PHASES
 from halfbyte.lab import receipts
 from halfbyte.lab.result import Cell, Check, Result, figure
-from halfbyte.ops.attention import store_dtype
+from halfbyte.ops.attention import STORE_DTYPES
 from halfbyte.ops.rope import yarn_frequencies
 from halfbyte.plan import reference
 from halfbyte.plan.activations import Activations
@@ -149,7 +149,7 @@ class BoundCase:
         s = self.spec
         pages = int(self.step.block_tables["full"].numel()) * 2 + 1
         shape = (pages, 4, 2, s.kv_heads, s.page_size, s.head_dim)
-        return self.randn(*shape, dtype=torch.float32).to(store_dtype(s.kv_dtype))
+        return self.randn(*shape, dtype=torch.float32).to(STORE_DTYPES[s.kv_dtype])
 
     def make_acts(self) -> Activations:
         s, rows, g = self.spec, self.step.rows, self.generator

@@ -15,7 +15,7 @@ from typing import Any
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.request import SourceInfo
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.ops.attention import store_dtype
+from halfbyte.ops.attention import STORE_DTYPES
 
 
 def write_record(core: EngineCore, info: SourceInfo, path: str) -> None:
@@ -39,7 +39,7 @@ def write_record(core: EngineCore, info: SourceInfo, path: str) -> None:
 
 def gate_values(core: EngineCore, model: GptOss) -> dict[str, Any]:
     """What ran, for gates that choose no kernel."""
-    dtypes = {store_dtype(name): name for name in ("f32", "bf16", "fp8")}
+    dtypes = {dtype: name for name, dtype in STORE_DTYPES.items()}
     stats, proposer = core.stats(), core.proposer
     separated = core.config.answer_rows > 0 or not model.arch.is_gpu  # answers from prompts, where kernels differ
     return {

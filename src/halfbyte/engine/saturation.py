@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfbyte.ops.attention import store_dtype
+from halfbyte.ops.attention import STORE_DTYPES
 
 LARGEST = 0x7E  # the code of 448 without its sign; 0x7f is NaN
 AT_ONCE = 16  # pages, which are copied: some 20 MB of gpt-oss-120b
@@ -26,7 +26,7 @@ class SaturationCount:
     """`values` that were looked at, and those of them that are `saturated`."""
 
     def __init__(self, pool: Tensor) -> None:
-        assert pool.dtype == store_dtype("fp8"), "only fp8 saturates"
+        assert pool.dtype == STORE_DTYPES["fp8"], "only fp8 saturates"
         self.pool, self._codes = pool, pool.view(torch.uint8)
         self._count = torch.zeros(1, dtype=torch.int64, device=pool.device)
         on_gpu = pool.device.type == "cuda"

@@ -35,7 +35,7 @@ from halfbyte.gates import Gates, check_layer_names, format_of_layer, layers_on
 from halfbyte.model.checkpoint import lay_out
 from halfbyte.model.config import PAGE_SIZE, ModelConfig
 from halfbyte.model.weights import Weights, format_of
-from halfbyte.ops.attention import store_dtype
+from halfbyte.ops.attention import STORE_DTYPES
 from halfbyte.ops.rope import yarn_frequencies
 from halfbyte.ops.sampling import best_of
 from halfbyte.plan.alternatives import alternatives
@@ -211,7 +211,7 @@ def _choose(config: ModelConfig, gates: Gates, arch: Arch, stored: Mapping[str, 
 
 def page_bytes(config: ModelConfig, spec: Spec) -> int:
     """Bytes of one KV page: keys and values of all layers of one kind."""
-    return config.layers_per_page * 2 * config.kv_dim * store_dtype(spec.kv_dtype).itemsize * spec.page_size
+    return config.layers_per_page * 2 * config.kv_dim * STORE_DTYPES[spec.kv_dtype].itemsize * spec.page_size
 
 
 class GptOss:
@@ -286,9 +286,9 @@ class GptOss:
         try:
             if self.device.type == "cpu":  # NumPy's zeros take memory when they are first written, torch's at once
                 size = pages * self.page_bytes
-                self._pool = torch.from_numpy(np.zeros(size, np.uint8)).view(store_dtype(s.kv_dtype)).view(shape)
+                self._pool = torch.from_numpy(np.zeros(size, np.uint8)).view(STORE_DTYPES[s.kv_dtype]).view(shape)
             else:
-                self._pool = torch.zeros(shape, dtype=store_dtype(s.kv_dtype), device=self.device)
+                self._pool = torch.zeros(shape, dtype=STORE_DTYPES[s.kv_dtype], device=self.device)
         except (RuntimeError, MemoryError, torch.cuda.OutOfMemoryError):
             gib = pages * self.page_bytes / 2**30
             raise NotEnoughMemoryError(

@@ -21,10 +21,7 @@ from halfbyte.ops.products import FixedPoint, exp, matmul, sum_rows
 
 BLOCK = 64
 _TOKENS, _SCORES = 64, 1 << 23  # at a time: what a block's tokens need not see is left out; memory is bounded
-
-
-def store_dtype(name: str) -> torch.dtype:
-    return {"f32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[name]
+STORE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def write_kv(pool: Tensor, layer: int, k: Tensor, v: Tensor, positions: Tensor, rows_table: Tensor) -> None:

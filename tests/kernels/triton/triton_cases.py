@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import formats
-from halfbyte.ops.attention import store_dtype
+from halfbyte.ops.attention import STORE_DTYPES
 from halfbyte.ops.rope import yarn_frequencies
 from halfbyte.plan import reference
 from halfbyte.plan.activations import Activations
@@ -97,7 +97,7 @@ def make_pool(spec: Spec, step: Step, seed: int = 0, layers: int = 2) -> Tensor:
     pages = int(max(t.max() for t in step.block_tables.values())) + 1
     g = torch.Generator().manual_seed(seed)
     shape = (pages, layers, 2, spec.kv_heads, spec.page_size, spec.head_dim)
-    return torch.randn(shape, generator=g).to(store_dtype(spec.kv_dtype))
+    return torch.randn(shape, generator=g).to(STORE_DTYPES[spec.kv_dtype])
 
 
 def bind_all(

@@ -21,7 +21,7 @@ from halfbyte.kernels.cpu import library as native
 from halfbyte.kernels.cpu.build import Unavailable, existing_file
 from halfbyte.kernels.cpu.cores import threads_for
 from halfbyte.kernels.cpu.packing import packer_of
-from halfbyte.ops.attention import store_dtype
+from halfbyte.ops.attention import STORE_DTYPES
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.launches import KernelImage, launched
 from halfbyte.plan.phase import OPERATIONS, Arch, Binding, Launch, Phase, Spec
@@ -130,7 +130,7 @@ class BoundStep:
         self._pool = native.pool_of(self._library, threads_for(b.gates))
         self._image = KernelImage(kernel_name(self._library.instructions), self._library.module)
         self._keep: list[Tensor] = []
-        self._spec, self._kv_pool, self._kv_dtype = b.spec, b.kv_pool, store_dtype(b.spec.kv_dtype)
+        self._spec, self._kv_pool, self._kv_dtype = b.spec, b.kv_pool, STORE_DTYPES[b.spec.kv_dtype]
         self._layers = (native.LayerStruct * b.spec.layers)(*(self._layer(b, i) for i in range(b.spec.layers)))
         self._model = self._make_model(b)
         self._instance = self._instance_for(ROWS)
