@@ -20,8 +20,10 @@ from bench.checks.decode_case import DecodeCase, place_rows
 from halfbyte.kernels.cuda.decode.shape import PAGE, StepShape
 from halfbyte.kernels.cuda.decode.step import DecodeStep
 from halfbyte.kernels.cuda.device.host import KernelMachine
-from halfbyte.lab.levels.verdict import Verdict, choice_gap, error_beyond_rounding, rms, token_gap
+from halfbyte.lab.levels.verdict import Verdict, choice_gap, rms, token_gap
 
+SIGNIFICANT_BITS = {torch.bfloat16: 8, torch.float8_e4m3fn: 4, torch.float32: 24}  # the leading one included
+LEAST_EXPONENT = {torch.bfloat16: -126, torch.float8_e4m3fn: -6, torch.float32: -126}  # of a normal number
 CONTEXTS = (512, 2048, 8192, 32768)
 DEPTH = 2  # layers: one of each kind of attention
 BOUND = 2e-3  # on every value of a layer, on the logits, and on what the cache holds beyond its rounding
@@ -30,6 +32,23 @@ BOUND = 2e-3  # on every value of a layer, on the logits, and on what the cache 
 WORST = 9 * BOUND
 TIE = 2 * WORST
 SUMS = ("x", "mid", "logits", "best", "broken")  # mailboxes that are added to or raised: clean from the step before
+
+
+def error_beyond_rounding(stored: Tensor, exact: Tensor) -> float:
+    """How far `stored` is from `exact`, relative, once each element is forgiven half a step of its format.
+
+    A value next to the edge between two codes may fall either way; that costs a whole step against the other code, and
+    nothing here. Values beyond the largest code saturate.
+    """
+    bits, least = SIGNIFICANT_BITS[stored.dtype], LEAST_EXPONENT[stored.dtype]
+    largest = torch.finfo(stored.dtype).max
+    clamped = exact.double().clamp(-largest, largest)
+    exponent = torch.where(clamped == 0, float(least), torch.frexp(clamped).exponent.double() - 1)
+    half_step = torch.exp2(exponent.clamp(min=least) - bits)
+    excess = ((stored.float().double() - clamped).abs() - half_step).clamp(min=0.0)
+    if not bool(torch.isfinite(excess).all()):
+        return float("inf")
+    return float(excess.norm() / clamped.norm())
 
 
 def at_depth(shape: StepShape, layers: int) -> StepShape:

@@ -25,7 +25,8 @@ from halfbyte.lab.levels.protocol import Outcome, ProtocolReport, run_levels
 from halfbyte.lab.levels.regression import compare_stored
 from halfbyte.lab.levels.scores import find_table
 from halfbyte.lab.levels.subject import Subject
-from halfbyte.lab.measure.engine_timing import TimedAnswer, TimedWork, measure_client
+from halfbyte.lab.measure.engine_timing import TimedWork, measure_client
+from halfbyte.lab.measure.event_stream import StreamReading
 from halfbyte.lab.options import CheckOptions, Works
 from halfbyte.lab.peers.asker import Reply
 from halfbyte.lab.peers.launch import Setup
@@ -43,8 +44,8 @@ class KnownClient:
     def __init__(self, server: KnownServer) -> None:
         self.server, self.client = server, server.client(load.tokenizer_of(load.resolve_model(None)))
 
-    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[TimedAnswer]:
-        answers: list[TimedAnswer] = self.server.run(self.client.complete_all(prompts, tokens))
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[StreamReading]:
+        answers: list[StreamReading] = self.server.run(self.client.complete_all(prompts, tokens))
         return answers
 
 

@@ -15,7 +15,7 @@ import torch
 from bench.checks import decode_case, decode_check
 from bench.checks import decode_oracle as oracle
 from bench.checks.decode_case import DecodeCase
-from bench.checks.decode_check import Inputs, Observation, at_depth, cells_of, judge
+from bench.checks.decode_check import Inputs, Observation, at_depth, cells_of, error_beyond_rounding, judge
 from halfbyte.kernels.cuda.decode.shape import StepShape
 from halfbyte.lab.levels.verdict import Verdict
 
@@ -201,3 +201,14 @@ def test_the_kernel_holds_on_the_emulator(case: DecodeCase) -> None:
     verdict = decode_check.same_as_timed(timed, case, CONTEXT, Emulator(4))
     assert verdict.ok, names(verdict)
     assert 4 <= decode_check.experts_of_last_step(timed) <= 8
+
+
+def test_rounding_is_forgiven_and_nothing_else() -> None:
+    exact = torch.randn(64, 32)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        assert error_beyond_rounding(exact.to(dtype), exact) == 0.0
+        nudged = exact * (1 + 1e-4)
+        assert error_beyond_rounding(nudged.to(dtype), exact) < 1.1e-4  # some fell to another code
+        assert error_beyond_rounding((exact * 1.1).to(dtype), exact) > 2e-2
+    assert error_beyond_rounding(torch.full((3,), 448.0).to(torch.float8_e4m3fn), torch.full((3,), 1e5)) == 0.0
+    assert error_beyond_rounding(torch.tensor([float("nan")]).bfloat16(), torch.ones(1)) == float("inf")

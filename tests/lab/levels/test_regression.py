@@ -27,7 +27,8 @@ from halfbyte.lab.levels.regression import (
     sentences,
 )
 from halfbyte.lab.levels.subject import Subject
-from halfbyte.lab.measure.engine_timing import TimedAnswer, TimedWork
+from halfbyte.lab.measure.engine_timing import TimedWork
+from halfbyte.lab.measure.event_stream import StreamReading
 from halfbyte.lab.options import CheckOptions, Works
 from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import Cell, Result, ResultFile, figure
@@ -44,10 +45,10 @@ class WaveringClient:
     def __init__(self, slower: float, seed: int) -> None:
         self.slower, self._draw = slower, random.Random(seed)
 
-    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[TimedAnswer]:
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[StreamReading]:
         factor = self.slower * self._draw.gauss(1.0, NOISE)
         arrivals = [(factor * (0.050 + 0.004 * i), 1) for i in range(tokens)]
-        return [TimedAnswer(list(arrivals), [7] * tokens) for _ in prompts]
+        return [StreamReading(list(arrivals), [7] * tokens) for _ in prompts]
 
 
 class WaveringServer(WaveringClient):
@@ -58,10 +59,10 @@ class WaveringServer(WaveringClient):
         self.server = KnownServer(0.0, 0.0)
         self.client = self.server.client()
 
-    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[TimedAnswer]:
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[StreamReading]:
         factor = self.slower * self._draw.gauss(1.0, NOISE)
         self.server.prefill, self.server.pace = 0.050 * factor, 0.004 * factor
-        answers: list[TimedAnswer] = self.server.run(self.client.complete_all(prompts, tokens))
+        answers: list[StreamReading] = self.server.run(self.client.complete_all(prompts, tokens))
         return answers
 
 

@@ -17,12 +17,12 @@ from halfbyte.lab.measure import engine_timing
 from halfbyte.lab.measure.engine_timing import (
     ATTEMPTS,
     CoreClient,
-    TimedAnswer,
     TimedWork,
     all_work,
     measure_engine,
     time_work,
 )
+from halfbyte.lab.measure.event_stream import StreamReading
 from halfbyte.lab.measure.rounds import CellRuns, Measured
 from halfbyte.lab.result import Cell, Check
 from halfbyte.model import load
@@ -101,9 +101,9 @@ def test_only_the_time_in_which_all_decode_counts() -> None:
     assert timing.rates == pytest.approx([2 / 0.0102])
 
     class Late:
-        def complete(self, prompts: list[list[int]], tokens: int) -> list[TimedAnswer]:
-            first = TimedAnswer([(float(i), 1) for i in range(tokens)], [7] * tokens)
-            second = TimedAnswer([(20.0 + i, 1) for i in range(tokens)], [7] * tokens)
+        def complete(self, prompts: list[list[int]], tokens: int) -> list[StreamReading]:
+            first = StreamReading([(float(i), 1) for i in range(tokens)], [7] * tokens)
+            second = StreamReading([(20.0 + i, 1) for i in range(tokens)], [7] * tokens)
             return [first, second]
 
     timing = time_work(Late(), TimedWork(tokens=30, concurrency=2), 1000, repeats=1)  # type: ignore[arg-type]
@@ -119,10 +119,10 @@ def test_a_client_that_slept_is_asked_again_and_not_for_ever() -> None:
         def __init__(self, times: int) -> None:
             self.times = times
 
-        def complete(self, prompts: list[list[int]], tokens: int) -> list[TimedAnswer]:
+        def complete(self, prompts: list[list[int]], tokens: int) -> list[StreamReading]:
             self.times -= 1
             pace = 0.0 if self.times >= 0 else 1.0
-            return [TimedAnswer([(pace * i, 1) for i in range(tokens)], [7] * tokens) for _ in prompts]
+            return [StreamReading([(pace * i, 1) for i in range(tokens)], [7] * tokens) for _ in prompts]
 
     assert time_work(Sleepy(ATTEMPTS - 1), TimedWork(tokens=8), 1000, repeats=1).rates == [1.0]  # type: ignore[arg-type]
     with pytest.raises(InvalidFigureError, match="the tokens came at once"):
@@ -131,8 +131,8 @@ def test_a_client_that_slept_is_asked_again_and_not_for_ever() -> None:
 
 def test_a_request_that_ends_early_is_no_figure() -> None:
     class Short:
-        def complete(self, prompts: list[list[int]], tokens: int) -> list[TimedAnswer]:
-            return [TimedAnswer([(1.0, 1)], [7]) for _ in prompts]
+        def complete(self, prompts: list[list[int]], tokens: int) -> list[StreamReading]:
+            return [StreamReading([(1.0, 1)], [7]) for _ in prompts]
 
     with pytest.raises(InvalidFigureError, match="1 tokens instead of 8"):
         time_work(Short(), TimedWork(tokens=8), 1000, repeats=1)  # type: ignore[arg-type]

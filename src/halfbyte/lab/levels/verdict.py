@@ -14,9 +14,6 @@ from torch import Tensor
 
 from halfbyte.lab.result import Check
 
-SIGNIFICANT_BITS = {torch.bfloat16: 8, torch.float8_e4m3fn: 4, torch.float32: 24}  # the leading one included
-LEAST_EXPONENT = {torch.bfloat16: -126, torch.float8_e4m3fn: -6, torch.float32: -126}  # of a normal number
-
 
 @dataclass
 class Verdict:
@@ -89,23 +86,6 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     if own == 0.0:
         return 0.0 if off == 0.0 else float("inf")
     return float((off / own) ** 0.5)
-
-
-def error_beyond_rounding(stored: Tensor, exact: Tensor) -> float:
-    """How far `stored` is from `exact`, relative, once each element is forgiven half a step of its format.
-
-    A value next to the edge between two codes may fall either way; that costs a whole step against the other code, and
-    nothing here. Values beyond the largest code saturate.
-    """
-    bits, least = SIGNIFICANT_BITS[stored.dtype], LEAST_EXPONENT[stored.dtype]
-    largest = torch.finfo(stored.dtype).max
-    clamped = exact.double().clamp(-largest, largest)
-    exponent = torch.where(clamped == 0, float(least), torch.frexp(clamped).exponent.double() - 1)
-    half_step = torch.exp2(exponent.clamp(min=least) - bits)
-    excess = ((stored.float().double() - clamped).abs() - half_step).clamp(min=0.0)
-    if not bool(torch.isfinite(excess).all()):
-        return float("inf")
-    return float(excess.norm() / clamped.norm())
 
 
 def choice_gap(logits: Tensor, chosen: Tensor) -> float:

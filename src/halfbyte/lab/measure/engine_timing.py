@@ -18,7 +18,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,7 +34,7 @@ from halfbyte.lab.ceilings import ceilings_of
 from halfbyte.lab.machine import device_roof
 from halfbyte.lab.measure.device_timing import choices_of, fill, prefill_step
 from halfbyte.lab.measure.disturbance import DisturbanceMeter
-from halfbyte.lab.measure.event_stream import check_claims
+from halfbyte.lab.measure.event_stream import StreamReading, check_claims
 from halfbyte.lab.measure.rounds import CellRuns, Measured, RunLog, in_rounds
 from halfbyte.lab.result import Cell, Check, Figure, FigureCeiling, Result, figure, measure_cell
 from halfbyte.lab.statistics import median
@@ -90,31 +90,10 @@ def all_work(
     ]
 
 
-@dataclass
-class TimedAnswer:
-    """What one request got: (seconds since all were submitted, tokens that came then)."""
-
-    arrivals: list[tuple[float, float]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    cached: int = 0  # tokens of the prompt that the prefix cache held
-    counted_by: str = "ids"  # what the number of tokens rests on (`event_stream.py`)
-    prompt_tokens: int | None = None  # that the engine says it read
-    text: str = ""
-    spelled: int | None = None  # tokens of the text, encoded again, where no ids were sent
-
-    @property
-    def first(self) -> float:
-        return self.arrivals[0][0]
-
-    @property
-    def last(self) -> float:
-        return self.arrivals[-1][0]
-
-
 class TimedClient(Protocol):
     """Whoever has prompts answered: all at once, each with exactly `tokens` tokens."""
 
-    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[TimedAnswer]: ...
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[StreamReading]: ...
 
 
 class CoreClient:
@@ -123,12 +102,12 @@ class CoreClient:
     def __init__(self, core: EngineCore, clock: Callable[[], float] = time.perf_counter) -> None:
         self.core, self._clock = core, clock
 
-    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[TimedAnswer]:
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[StreamReading]:
         answers = {}
         start = self._clock()
         for prompt in prompts:
             request = Request(list(prompt), SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
-            answers[request.id] = TimedAnswer()
+            answers[request.id] = StreamReading(counted_by="ids")
             self.core.submit(request)
         while self.core.has_work:
             for id, delta in self.core.step():
@@ -237,7 +216,7 @@ def run_work(client: TimedClient, work: TimedWork, vocab: int, seed: int) -> Mea
     return _measured(generated / (end - start), end - start, answers, sequences)
 
 
-def _check_new(answers: Sequence[TimedAnswer], depth: int) -> None:
+def _check_new(answers: Sequence[StreamReading], depth: int) -> None:
     """Prompts are new, so that no cache may hold more of them than the prefix that was put there."""
     most = max(a.cached for a in answers)
     if most > depth:
@@ -247,7 +226,7 @@ def _check_new(answers: Sequence[TimedAnswer], depth: int) -> None:
         )
 
 
-def _check_read(answers: Sequence[TimedAnswer], prompts: Sequence[Sequence[int]]) -> None:
+def _check_read(answers: Sequence[StreamReading], prompts: Sequence[Sequence[int]]) -> None:
     """An engine that says that it read less than a prompt has answered another one."""
     for answer, prompt in zip(answers, prompts):
         read = answer.prompt_tokens
@@ -256,7 +235,7 @@ def _check_read(answers: Sequence[TimedAnswer], prompts: Sequence[Sequence[int]]
 
 
 def check_pace(
-    client: TimedClient, prompts: Sequence[list[int]], answers: Sequence[TimedAnswer], work: TimedWork
+    client: TimedClient, prompts: Sequence[list[int]], answers: Sequence[StreamReading], work: TimedWork
 ) -> str:
     """Why the parts of these answers contradict each other; empty where they do not.
 
@@ -305,7 +284,7 @@ def check_texts(work: TimedWork, runs: CellRuns) -> None:
 
 
 def marginal_pace(
-    client: TimedClient, prompts: Sequence[list[int]], answers: Sequence[TimedAnswer], work: TimedWork
+    client: TimedClient, prompts: Sequence[list[int]], answers: Sequence[StreamReading], work: TimedWork
 ) -> float:
     """Seconds for each token that a longer answer has more, in those of the answers' own decode. Behind a deep prompt
     the context may have no room for one."""
@@ -320,7 +299,7 @@ def marginal_pace(
     return further / own
 
 
-def _measured(rate: float, seconds: float, answers: Sequence[TimedAnswer], sequences: list[list[int]]) -> Measured:
+def _measured(rate: float, seconds: float, answers: Sequence[StreamReading], sequences: list[list[int]]) -> Measured:
     firsts, lasts = tuple(a.first for a in answers), tuple(a.last for a in answers)
     counts = [a.spelled for a in answers if a.spelled is not None]
     return Measured(
@@ -329,7 +308,7 @@ def _measured(rate: float, seconds: float, answers: Sequence[TimedAnswer], seque
     )  # fmt: skip
 
 
-def _answered(answers: list[TimedAnswer], tokens: int) -> list[TimedAnswer]:
+def _answered(answers: list[StreamReading], tokens: int) -> list[StreamReading]:
     for answer in answers:
         if len(answer.tokens) != tokens or not answer.arrivals:
             raise InvalidFigureError(f"a request got {len(answer.tokens)} tokens instead of {tokens}.")

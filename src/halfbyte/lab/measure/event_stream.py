@@ -23,7 +23,7 @@ Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass
 class StreamReading:
-    """What a stream held. Times are those of its blocks."""
+    """What one request got. Times are those of a stream's blocks, or of an engine's steps since all were submitted."""
 
     arrivals: list[tuple[float, float]] = field(default_factory=list)  # when, how many tokens
     tokens: list[int] = field(default_factory=list)  # ids, where the server names them

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from halfbyte.errors import UsageError
-from halfbyte.lab.measure.engine_timing import TimedAnswer
 from halfbyte.lab.measure.event_stream import LIMIT, Link, StreamReading, exchange, read_blocks, verify
 from halfbyte.model.tokenizer import Tokenizer
 
@@ -73,10 +72,10 @@ class HttpClient:
 
     # ---- prompts all at once, each answered with exactly so many tokens ------------------------------------------
 
-    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[TimedAnswer]:
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[StreamReading]:
         return asyncio.run(self.complete_all(prompts, tokens))
 
-    async def complete_all(self, prompts: Sequence[list[int]], tokens: int) -> list[TimedAnswer]:
+    async def complete_all(self, prompts: Sequence[list[int]], tokens: int) -> list[StreamReading]:
         await self.learn("/v1/completions", {"prompt": prompts[0][-8:]})
         body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         requests = [self.request("/v1/completions", body | {"prompt": prompt}) for prompt in prompts]
@@ -87,13 +86,5 @@ class HttpClient:
         readings = [read_blocks(blocks) for blocks in streams]
         for reading in readings:
             verify(reading, self.tokenizer)
-        return [answer_of(reading) for reading in readings]
-
-
-def answer_of(reading: StreamReading) -> TimedAnswer:
-    """Ids that a server does not name are unknown, and only counted."""
-    tokens = reading.tokens or [-1] * (reading.completion_tokens or 0)
-    return TimedAnswer(
-        list(reading.arrivals), tokens, reading.cached, reading.counted_by, reading.prompt_tokens, reading.text,
-        reading.spelled,
-    )  # fmt: skip
+            reading.tokens = reading.tokens or [-1] * (reading.completion_tokens or 0)  # ids that nothing names
+        return readings
