@@ -119,6 +119,7 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     "the first token is made up": ("the timed answer is not the engine's own", "timed answers are not greedy"),
     "only the first token is drawn": ("sampled answers are drawn by their probabilities",),
     "answers are kept by the letters of a prompt": ("similar prompts have answers of their own",),
+    "conversations are kept by their letters": ("chat completions: similar questions have answers of their own",),
     "answers are kept by both ends of a prompt": ("similar prompts have answers of their own",),
     "prompts that come as text are changed": ("a prompt as text is its tokens",),
     "streams are greedy": ("a seed gives the same tokens in a stream",),

@@ -430,6 +430,16 @@ def _normalised(module: Any) -> None:
     module._encoded = earlier_text
 
 
+def _normalised_conversation(conversation: Any) -> None:
+    """A message is taken for an earlier one of the same letters."""
+    conversation.messages = [
+        replace(m, content=_texts.setdefault("".join(m.content.lower().split()), m.content))
+        if isinstance(m.content, str)
+        else m
+        for m in conversation.messages
+    ]
+
+
 _both_ends: dict[tuple[int, ...], list[int]] = {}
 
 
@@ -620,6 +630,7 @@ PATCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "the first token is made up": (COMPLETIONS, _guess_first),
     "only the first token is drawn": ("halfbyte.engine.sampling.host", _certain_later),
     "answers are kept by the letters of a prompt": (COMPLETIONS, _normalised),
+    "conversations are kept by their letters": (CONVERSATION, _conversation(_normalised_conversation)),
     "answers are kept by both ends of a prompt": (COMPLETIONS, _other_prompt(_kept_by_ends)),
     "prompts that come as text are changed": (COMPLETIONS, _changed_texts),
     "streams are greedy": (COMPLETIONS, _request(_greedy_streams)),

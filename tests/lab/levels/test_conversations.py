@@ -70,7 +70,9 @@ class Scripted(Asker):
         if self.fault == "ends with length" and spoken.finish == "stop":
             spoken = replace(spoken, finish="length")
         tokens, read = tokens + (self.fault == "counts more"), read + (self.fault == "reads more") * read
-        return replace(spoken, prompt_tokens=read, tokens=tokens)
+        scored = "".join(last.lower().split()) if self.fault == "keeps answers by letters" else last
+        scores = [{"token": "a", "logprob": -float(k)} for k in scored.encode()] if body.get("logprobs") else ()
+        return replace(spoken, prompt_tokens=read, tokens=tokens, scores=scores)
 
     def speak(self, messages: list[Any], body: Mapping[str, Any]) -> Spoken:
         system = bool("system" in body or "instructions" in body or messages[0].get("role") == "system")
@@ -85,7 +87,7 @@ class Scripted(Asker):
             return Spoken(f"{told} It is yours.", finish="stop")
         if "21" in last:
             return Spoken("It rains." if self.fault == "ignores results" else f"It is {last}.", finish="stop")
-        answer = ANSWERS[last]
+        answer = ANSWERS[" ".join(last.lower().split())]
         if system and self.fault != "ignores instructions":
             answer = answer.removeprefix("It is ")
         if self.fault == "leaks":
@@ -125,7 +127,8 @@ def whole(path: str, s: Spoken) -> Any:
     if path == CHAT:
         message = {"content": s.text, "reasoning_content": s.reasoning, "tool_calls": calls}
         usage = {"prompt_tokens": s.prompt_tokens, "completion_tokens": s.tokens}
-        return {"choices": [{"message": message, "finish_reason": finish}], "usage": usage}
+        scores = {"content": list(s.scores)} if s.scores else None
+        return {"choices": [{"message": message, "finish_reason": finish, "logprobs": scores}], "usage": usage}
     if path == RESPONSES:
         items = [{"type": "function_call", "id": "1", "name": n, "arguments": a} for n, a in s.calls]
         said = [("reasoning", s.reasoning), ("message", s.text)]
@@ -195,7 +198,7 @@ def test_every_api_of_an_honest_engine_passes() -> None:
     assert not gaps
     for api in APIS:
         count = sum(c.what.startswith(f"{api.name}: ") for c in checks)
-        features = 2 * bool(api.required) + bool(api.schema) + api.seeded + (api.stop is not None)
+        features = 2 * bool(api.required) + bool(api.schema) + api.seeded + (api.stop is not None) + bool(api.scored)
         assert count == 10 + features
 
 
@@ -218,6 +221,7 @@ def test_every_api_of_an_honest_engine_passes() -> None:
         ("reads more", "tokens are counted", "11 more tokens of a question count as 22"),
         ("ignores the temperature", "a temperature is read", "4 sampled answers are alike"),
         ("ignores the seed", "a seed gives the same answer", "instead of"),
+        ("keeps answers by letters", "similar questions have answers of their own", "3 of 4 have another's"),
         ("ignores stop strings", "a stop string ends the answer", "(stop) for ', d'"),
     ],
 )
@@ -225,7 +229,11 @@ def test_each_fault_is_found(api: Api, fault: str, check: str, says: str) -> Non
     wrong = failures(Scripted(fault, only=api.path))
     if ("arguments" in fault or "calls" in fault) and not api.required:
         assert not wrong  # nothing can be required over Ollama's API
-    elif ("seed" in fault and not api.seeded) or ("stop strings" in fault and api.stop is None):
+    elif (
+        ("seed" in fault and not api.seeded)
+        or ("stop strings" in fault and api.stop is None)
+        or ("letters" in fault and not api.scored)
+    ):
         assert not wrong
     elif fault == "calls end with stop" and api.path == RESPONSES:
         assert not wrong  # it has no word for an answer that ends with a call

@@ -39,6 +39,7 @@ class Spoken:
     finish: str = ""  # stop, length or call; another word of the engine's as it is
     prompt_tokens: int = 0  # that the engine counts; 0 where it does not say
     tokens: int = 0
+    scores: Sequence[Any] = ()  # an entry for each token, as the API has it, where log probabilities were asked for
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Api:
     sampled: Callable[[int], Mapping[str, Any]] = lambda seed: {"temperature": 1.0}  # by this seed
     seeded: bool = False  # whether the API has seeds
     stop: Callable[[str], Mapping[str, Any]] | None = None  # to end an answer in front of a string
+    scored: Mapping[str, Any] = field(default_factory=dict)  # to get log probabilities
 
 
 FINISHES = {  # an API's word -> ours
@@ -112,7 +114,8 @@ def _chat(raw: Any) -> Spoken:
     calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
     counts = _counts(raw.get("usage"), ("prompt_tokens",), "completion_tokens")
     finish = _finish(choice.get("finish_reason"))
-    return Spoken(message.get("content") or "", calls, _reasoning(message), finish, *counts)
+    scores = (choice.get("logprobs") or {}).get("content") or ()
+    return Spoken(message.get("content") or "", calls, _reasoning(message), finish, *counts, scores)
 
 
 def _chat_stream(body: str) -> tuple[Spoken, bool]:
@@ -263,7 +266,7 @@ def _seeded(seed: int) -> Mapping[str, Any]:
 APIS = (
     Api("chat completions", "/v1/chat/completions", _chat_body, _chat, _chat_stream, _CHAT_TOOLS,
         {"tool_choice": "required"}, {"response_format": {"type": "json_schema", "json_schema": _JSON_SCHEMA}},
-        _seeded, True, lambda text: {"stop": [text]}),
+        _seeded, True, lambda text: {"stop": [text]}, {"logprobs": True, "top_logprobs": 2}),
     Api("Responses", "/v1/responses", _responses_body, _responses, _responses_stream,
         {"tools": [{"type": "function", **_FUNCTION}]}, {"tool_choice": "required"},
         {"text": {"format": {"type": "json_schema", **_JSON_SCHEMA}}}),

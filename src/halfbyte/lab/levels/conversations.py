@@ -78,6 +78,8 @@ def features_of(api: Api, count: Count, *, judged: bool) -> list[tuple[str, Feat
     ]
     if api.seeded:
         features.append(("a seed", seed_check))
+    if api.scored:
+        features.append(("a small difference", similar_check))
     if api.stop is not None and judged:
         features.append(("a stop string", stop_check))
     if api.required:
@@ -212,6 +214,18 @@ def seed_check(asker: Asker, api: Api) -> Check:
         note = f"{spoken_parts(again)[1][:60]!r} instead of {spoken_parts(first)[1][:60]!r}"
         return Check(f"{api.name}: a seed gives the same answer", False, note=note)
     return stream_check(asker, api, turns, first, "a seed gives the same answer", more)
+
+
+def similar_check(asker: Asker, api: Api) -> Check | None:
+    """Questions that differ hardly have log probabilities of their own. None where the engine names none."""
+    question = QUESTIONS[0][0]
+    questions = (question, question.capitalize(), question.upper(), question.replace(" ", "  ", 1))
+    scores = [talk(asker, api, user_turn(text), api.scored).scores for text in questions]
+    if not all(scores):
+        return None
+    own = len({repr(entries) for entries in scores})
+    note = "" if own == len(scores) else f"{len(scores) - own} of {len(scores)} have another's"
+    return Check(f"{api.name}: similar questions have answers of their own", not note, own, len(scores), note)
 
 
 def spoken_parts(spoken: Spoken) -> tuple[str, str]:
