@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from scripted import Play, ScriptedSource, call, say
 
 from halfbyte.engine import messages
 from halfbyte.engine.request import Request
+from halfbyte.server.app import create_app
 from halfbyte.server.http.admission import Admission
 from halfbyte.server.http.errors import ApiError
+from halfbyte.server.http.turns import Turns
 from halfbyte.server.settings import ServerSettings
 
 Serve = Callable[..., Live]
@@ -90,6 +93,58 @@ def test_a_client_that_leaves_while_its_request_is_prepared_keeps_no_place(serve
     assert admission.active == 0
     with pytest.raises(ApiError, match="128"):
         admission.take_slot("a").hold(129)
+
+
+def test_requests_are_read_in_turns_of_their_clients() -> None:
+    async def ask() -> list[str]:
+        source = ScriptedSource(always(say("x")))
+        app = create_app(source, source.tokenizer, replace(QUIET, api_keys=("one", "two", "three")))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            keys = ["one"] * 40 + ["two"] * 3 + ["three"]
+            answers = await asyncio.gather(
+                *(
+                    http.post("/v1/chat/completions", json=CHAT, headers={"authorization": f"Bearer {key}"})
+                    for key in keys
+                )
+            )
+        assert {answer.status_code for answer in answers} == {200}
+        return [r.client for r in source.requests]
+
+    clients = asyncio.run(ask())
+    assert len(clients) == 44
+    assert clients.index("key 2") < 8
+    assert max(at for at, client in enumerate(clients) if client == "key 1") < 12
+
+
+def test_one_request_is_read_in_each_pass_of_the_loop() -> None:
+    passes = 0
+    read_in: list[int] = []
+
+    async def read(turns: Turns, client: str) -> None:
+        await turns.take(client)
+        read_in.append(passes)
+
+    async def count() -> None:
+        nonlocal passes
+        while True:
+            passes += 1
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        turns = Turns()
+        counter = asyncio.create_task(count())
+        readers = [asyncio.create_task(read(turns, "a")) for _ in range(20)]
+        await asyncio.sleep(0)
+        for reader in readers[3:10]:
+            reader.cancel()  # they waste nobody's turn
+        await asyncio.gather(*readers, return_exceptions=True)
+        await read(turns, "b")
+        counter.cancel()
+
+    asyncio.run(main())
+    assert len(read_in) == 14
+    assert len(set(read_in)) == 14, "two were read in one pass"
+    assert read_in[-1] < 20
 
 
 # ---- who a client is ---------------------------------------------------------------------------------------------

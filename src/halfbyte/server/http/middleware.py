@@ -1,6 +1,6 @@
 """One plain ASGI layer before every endpoint.
 
-Checks host, origin and key, bounds the body, names the request, writes the access log and turns what escapes
+Checks host, origin and key, lets clients in by turns, bounds the body, names the request, writes the access log and turns what escapes
 into a proper answer. It never looks into a body and never logs one.
 """
 
@@ -24,6 +24,7 @@ from halfbyte.server.http.errors import ApiError, from_error, is_cancellation, r
 from halfbyte.server.http.host_check import HostCheck, OriginCheck
 from halfbyte.server.http.metrics import Metrics
 from halfbyte.server.http.printable import printable
+from halfbyte.server.http.turns import Turns
 from halfbyte.server.http.workroom import HUGE, Workroom
 from halfbyte.server.settings import KiB, ServerSettings
 
@@ -120,6 +121,7 @@ class Middleware:
         self.hosts = HostCheck(settings)
         self.origins = OriginCheck(settings)
         self.bodies = bodies
+        self.turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -156,7 +158,9 @@ class Middleware:
                 self.hosts.check(headers)
                 self.origins.check(scope["method"], headers)
                 owner = scope["state"]["owner"] = self._check_head(scope["method"], path, headers)
-                scope["state"]["client"] = owner or _client_at(scope)
+                client = scope["state"]["client"] = owner or _client_at(scope)
+                if scope["method"] == "POST":
+                    await self.turns.take(client)
                 await self.app(scope, body.receive, send_named)
             except BaseException as e:
                 if is_cancellation(e):
