@@ -238,6 +238,37 @@ def test_a_sequence_that_waits_for_pages_is_overtaken_but_not_starved() -> None:
     drain(core, out)
 
 
+def test_a_short_prompt_finds_a_slot_before_long_ones_of_many_clients() -> None:
+    core = make(pages=30000, max_context=4096, max_seqs=8, max_rows_per_step=64)
+    for i in range(60):
+        core.submit(Request([7 + i % 20] * 1000, ONE, id=f"long {i}", client=f"c{i}"))
+    out: Got = {}
+    run(core, out, 30)
+    core.submit(Request([3, 4, 5], ONE, id="short", client="short"))
+    assert steps_until(core, "short", out, 4) <= 4
+    assert len(out) == 1, "no long prompt had to end for it"
+    cancel_all(core, out)
+
+
+def test_a_long_prompt_finds_a_slot_beside_endless_short_ones_of_new_clients() -> None:
+    core = make(pages=8000, max_context=4096, max_seqs=2, max_rows_per_step=64)
+    out: Got = {}
+    for step in range(200):
+        for i in range(8):
+            core.submit(Request([3 + i, 4 + step % 20, 5], ONE, id=f"{step} {i}", client=f"{step} {i}"))
+        if step == 5:
+            core.submit(Request([7] * 300, ONE, id="long", client="long"))
+        run(core, out, 1)
+        if ("long", 0) in out:
+            break
+        if step > 8:  # more come than are answered, but not without end
+            for group in list(core.groups)[:-20]:
+                if group != "long":
+                    core.cancel(group)
+    assert ("long", 0) in out
+    cancel_all(core, out)
+
+
 def test_one_client_is_served_first_come_first_served() -> None:
     core = make(pages=4000, max_seqs=2)
     for i in range(6):

@@ -19,7 +19,7 @@ from halfbyte.engine.request import Request
 from halfbyte.server.app import create_app
 from halfbyte.server.http.admission import Admission
 from halfbyte.server.http.errors import ApiError
-from halfbyte.server.http.turns import Turns
+from halfbyte.server.http.turns import NEWCOMER, Turns
 from halfbyte.server.settings import ServerSettings
 
 Serve = Callable[..., Live]
@@ -145,6 +145,40 @@ def test_one_request_is_read_in_each_pass_of_the_loop() -> None:
     assert len(read_in) == 14
     assert len(set(read_in)) == 14, "two were read in one pass"
     assert read_in[-1] < 20
+
+
+def test_a_client_that_asks_seldom_has_the_next_turn_and_none_waits_for_ever() -> None:
+    order: list[str] = []
+
+    async def read(turns: Turns, client: str) -> None:
+        await turns.take(client)
+        order.append(client)
+
+    async def main() -> None:
+        turns = Turns()
+        for _ in range(2):  # connections that ask all the time
+            await asyncio.gather(*(read(turns, f"busy {i}") for i in range(100)))
+        order.clear()
+        busy = [asyncio.create_task(read(turns, f"busy {i}")) for i in range(100)]
+        await asyncio.sleep(0)
+        await read(turns, "new")
+        assert len(order) < 5
+        await asyncio.gather(*busy)
+
+        waiting = [asyncio.create_task(read(turns, f"first {i}")) for i in range(50)]
+        waiting.append(asyncio.create_task(read(turns, "busy 0")))
+        for i in range(2 * NEWCOMER + 200):  # two arrive in each pass, each on a connection of its own
+            if "busy 0" in order[-1:]:
+                break
+            waiting += [asyncio.create_task(read(turns, f"{name} {i}")) for name in ("other", "another")]
+            await asyncio.sleep(0)
+        assert NEWCOMER // 2 < i < 2 * NEWCOMER + 199, "it was not overtaken, or for ever"
+        await asyncio.gather(*waiting)
+        assert len(turns._last) <= NEWCOMER
+        assert not turns._waiting
+        assert not turns._ranks
+
+    asyncio.run(main())
 
 
 # ---- who a client is ---------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from halfbyte.kv.pages import PagePool
 
 MOST_ABSENT = 1024  # absent clients whose count is remembered
+MOST_OVERTAKEN = 4  # admissions of other clients, after which the sequence that waits longest goes first
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +43,8 @@ class Clients:
     def __init__(self, pages: PagePool, slots: int) -> None:
         self._pool, self._slots = pages, slots
         self.present: dict[str, Client] = {}  # clients with a sequence that waits or runs
+        self._oldest: Sequence | None = None  # of the clients that hold least, when they were last compared
+        self._overtaken = 0  # admissions since it was the oldest that was admitted
         self._absent: dict[str, int] = {}  # rows that clients have had, the longest absent first
 
     def arrive(self, id: str) -> Client:
@@ -78,11 +81,23 @@ class Clients:
         return max(slots / self._slots, pages / self._pool.capacity)
 
     def in_turn(self) -> list[Client]:
-        """Clients with waiting sequences, in the order in which they are admitted: who holds least goes first."""
+        """Clients with waiting sequences, in the order in which they are admitted: who holds least goes first, of
+        those that hold the same the one that will have had least when its prompt is read. One of them that was
+        overtaken often enough goes first, so that no long prompt waits for ever."""
         waiting = [c for c in self.present.values() if c.waiting]
         if len(waiting) > 1:
-            waiting.sort(key=lambda c: (self.share(c), c.served, c.waiting[0].order))
+            shares = {c.id: self.share(c) for c in waiting}
+            waiting.sort(key=lambda c: (shares[c.id], c.served + len(c.waiting[0].tokens), c.waiting[0].order))
+            least = shares[waiting[0].id]
+            oldest = min((c for c in waiting if shares[c.id] == least), key=lambda c: c.waiting[0].order)
+            self._oldest = oldest.waiting[0]
+            if self._overtaken >= MOST_OVERTAKEN:
+                waiting.remove(oldest)
+                waiting.insert(0, oldest)
         return waiting
+
+    def admitted(self, seq: Sequence) -> None:
+        self._overtaken = 0 if self._oldest in (seq, None) else self._overtaken + 1
 
     def youngest_to_yield(self, running: list[Sequence]) -> Sequence:
         """The sequence that loses its pages when those that run need more than there are.

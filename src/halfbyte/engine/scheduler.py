@@ -73,6 +73,8 @@ class Scheduler:
         # Rows in one step, which must have room for every running sequence.
         self.max_rows = max(config.max_rows_per_step, config.max_seqs)
         self.max_rows_with_decode = max(config.max_rows_with_decode, config.max_seqs)
+        # Prompts that are read in several steps wait for slots in front of which others may pass.
+        self.most_unfinished = max(4, config.max_seqs // 4)
         self.row_budget = self.max_rows  # shrinks while memory is short
         self.preemptions = 0
         self.tiers: LowerTiers | None = None
@@ -352,6 +354,7 @@ class Scheduler:
         least_served = min((s.client.served for s in longer), default=None)
         reserved = 0  # pages that sequences which overtake must leave to the first one that waits for pages
         num_blocked = 0
+        num_unfinished = len(longer)
         for client in self.clients.in_turn():
             i = 0
             while i < len(client.waiting) and budget > 0:
@@ -364,7 +367,11 @@ class Scheduler:
                 first_needed = seq.first_unscored if seq.first_unscored < seq.num_prompt_tokens else len(seq.tokens)
                 hit = self.pages.match(seq.tables, first_needed - 1)
                 rows = len(seq.tokens) - hit.blocks * self.pages.page_size
-                if least_served is not None and client.served >= least_served and rows > budget:
+                if rows > budget and (
+                    num_unfinished >= self.most_unfinished
+                    or (least_served is not None and client.served >= least_served)
+                ):
+                    num_blocked += 1
                     break
                 need = self.pages.cost(seq.tables, hit, len(seq.tokens) + 1, self.row_budget)
                 if reserved and need + reserved > self.pages.capacity:
@@ -392,6 +399,8 @@ class Scheduler:
                 seq.state = State.RUNNING
                 seq.slot = self._slots.pop()
                 self._admissions += 1
+                self.clients.admitted(seq)
+                num_unfinished += rows > budget
                 seq.admission = self._admissions
                 seq.blocked_at = None
                 seq.num_scheduled_tokens = seq.tables.length

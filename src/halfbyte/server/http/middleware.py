@@ -1,7 +1,7 @@
 """One plain ASGI layer before every endpoint.
 
-Checks host, origin and key, lets clients in by turns, bounds the body, names the request, writes the access log and turns what escapes
-into a proper answer. It never looks into a body and never logs one.
+Checks host, origin and key, lets clients in by turns, bounds the body, names the request, writes the access log and
+turns what escapes into a proper answer. It never looks into a body and never logs one.
 """
 
 from __future__ import annotations
