@@ -14,6 +14,7 @@ plain model's answers are a CPU's is `embedded`. Times nothing.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
@@ -28,7 +29,7 @@ from torch import Tensor
 from bench.checks.embedded import complete
 from bench.measurement import Run, engine_sources, measurement, option, run_cases, write_records
 from bench.padded_model import load_padded
-from bench.variants import CHANGED, SAME, logit_bound, write_variant
+from bench.variants import CHANGED, NO_ROUNDING, SAME, logit_bound, write_variant
 from halfbyte import gates as gates_
 from halfbyte.engine.build import core_for
 from halfbyte.engine.options import EngineOptions
@@ -49,10 +50,18 @@ ROWS = {"prompt": [136], "batch": [40], "one row": [1] * 24}  # chunks of one te
 SHORT_ROWS = {"prompt": [72], "batch": [12], "one row": [1] * 8}  # where the reference computes them, too
 AT_ONCE = {1: 3, 4: 8, 16: 16}  # answers at a time -> problems
 MAX_TOKENS = 64
-WORST = 10  # times the bound of the median row, for the worst row of all
-# What a plan's error may be where its function has no plain model to stand beside: its rounding is another order of the
-# reference's, so their errors have the same size but are not equal.
-ROUNDING, FLOOR = 2.0, 1e-3
+WORST = (
+    10  # times the bound of the median row: for the worst row of all where nothing rounds, else for nine of ten rows
+)
+FAR_ROWS = 0.1  # a near tie of experts that falls the other way moves a whole row
+# Where a variant rounds in other places, it is as far from the function without rounding as the plain model is.
+TWO_ERRORS = 2.0
+CLEAR = (
+    8  # times the bound and the logits' root mean square: a row whose two highest are further apart has a clear choice
+)
+# What a plan's error may be where its function has no plain model to stand beside: it rounds in the reference's places,
+# the probabilities of attention as well, and one in front of bf16 matrices (2^-9 for each of some products).
+ROUNDING, FLOOR = 3.0, 2.0**-8
 MARGINS = 4  # differing answers of a variant whose margin is computed
 
 
@@ -123,6 +132,7 @@ class PlainModel:
 
     model: GptOss
     logits: dict[str, Tensor]
+    rounding: dict[str, float]  # regime -> the median row's error against the function without rounding
     answers: dict[int, list[list[int]]]
     text: list[int]
     prompts: list[list[int]]
@@ -130,13 +140,16 @@ class PlainModel:
     @classmethod
     def ask_plain_model(cls, gates: Gates, device: torch.device, padded: bool) -> PlainModel:
         text, prompts = text_and_prompts()
+        exact = reference_logits(load.EMBEDDED, gates, "f32", "f32", text, ROWS)
         model = load_variant(load.EMBEDDED, gates, device, padded)
         stops = model.config.eos_tokens
         answers = {
             together: [until_stop(a, stops) for a in several]
             for together, several in engine_answers(model, gates, prompts).items()
         }
-        return cls(model, chunk_logits(model, text, ROWS), answers, text, prompts)
+        logits = chunk_logits(model, text, ROWS)
+        rounding = {regime: float(row_errors(got, exact[regime]).median()) for regime, got in logits.items()}
+        return cls(model, logits, rounding, answers, text, prompts)
 
     def margin(self, prompt: Sequence[int], mine: Sequence[int], other: Sequence[int]) -> dict[str, Any]:
         """How far apart this model's logits are where two answers part."""
@@ -165,16 +178,23 @@ def compare_same(name: str, preset: str, plain: PlainModel, gates: Gates, padded
     answers = engine_answers(model, gates, [named(p) for p in plain.prompts])
     checks: list[Check] = []
     figures: dict[str, Any] = {"regimes": {}, "differ": []}
-    bound = logit_bound(name, preset)
     for regime, want in plain.logits.items():
-        errors = row_errors(logits[regime][:, to_variant], want)
-        median, worst = float(errors.median()), float(errors.max())
-        same = float((logits[regime][:, to_variant].argmax(-1) == want.argmax(-1)).float().mean())
-        figures["regimes"][regime] = {"median": median, "worst": worst, "same_tokens": same}
+        got = logits[regime][:, to_variant]
+        errors, same = row_errors(got, want), got.argmax(-1) == want.argmax(-1)
+        bound, rounds = bound_of(name, preset, regime, plain.rounding[regime], model)
+        near = errors <= WORST * bound
+        two = want.topk(2).values
+        clear = near & (two[:, 0] - two[:, 1] > CLEAR * bound * want.square().mean(1).sqrt())
+        median, worst, far = float(errors.median()), float(errors.max()), float((~near).float().mean())
+        share = float(same[clear].float().mean()) if bool(clear.any()) else math.nan
+        figures["regimes"][regime] = {
+            "median": median, "worst": worst, "far_rows": far, "rounding": plain.rounding[regime],
+            "clear_rows": int(clear.sum()), "same_tokens": float(same.float().mean()),
+        }  # fmt: skip
         checks += [
             Check(f"{regime}: logits, median row", median <= bound, median, bound),
-            Check(f"{regime}: logits, worst row", worst <= WORST * bound, worst, WORST * bound),
-            Check(f"{regime}: every row has the plain model's token", same == 1.0, same, 1.0),
+            Check(f"{regime}: rows beyond {WORST} times that", far <= FAR_ROWS * rounds, far, FAR_ROWS * rounds),
+            Check(f"{regime}: rows with a clear choice have the plain model's token", share == 1.0, share, 1.0),
         ]
     equal = total = 0
     for together, several in answers.items():
@@ -188,6 +208,15 @@ def compare_same(name: str, preset: str, plain: PlainModel, gates: Gates, padded
     return record_of(name, model, checks, figures | {"equal": equal, "answers": total})
 
 
+def bound_of(name: str, preset: str, regime: str, rounding: float, model: GptOss) -> tuple[float, bool]:
+    """How far the median row of a variant may be from the plain model's, and whether the two round differently."""
+    bound = logit_bound(name, preset)
+    fixed_point = any("decode_step" in phase for phase in model.plan.record.phases("decode")) and regime == "one row"
+    if bound == NO_ROUNDING and not (fixed_point and name.startswith("residual")):
+        return bound, False
+    return max(bound, TWO_ERRORS * rounding), True
+
+
 # ---- another function -----------------------------------------------------------------------------------------------
 
 
@@ -199,15 +228,12 @@ class Expected:
     rounded: dict[str, Tensor]
 
 
-def expected_logits(folder: Path, gates: Gates, activation: str, kv_dtype: str, text: Sequence[int]) -> Expected:
-    name = load.resolve_model(str(folder))
-
-    def reference(activation: str, kv_dtype: str) -> dict[str, Tensor]:
-        same_weights = replace(gates, activation=activation, kv_dtype=kv_dtype)
-        model = reference_of(load.load_model(name, gates_.as_stored(same_weights)))
-        return chunk_logits(model, text, SHORT_ROWS)
-
-    return Expected(reference("f32", "f32"), reference(activation, kv_dtype))
+def reference_logits(
+    folder: Path, gates: Gates, activation: str, kv_dtype: str, text: Sequence[int], rows: Mapping[str, Sequence[int]]
+) -> dict[str, Tensor]:
+    same_weights = replace(gates, activation=activation, kv_dtype=kv_dtype)
+    model = load.load_model(load.resolve_model(str(folder)), gates_.as_stored(same_weights))
+    return chunk_logits(reference_of(model), text, rows)
 
 
 def compare_changed(
@@ -216,7 +242,10 @@ def compare_changed(
     """One variant that has no plain model to stand beside."""
     model = load_variant(folder, gates, device, padded)
     logits = chunk_logits(model, text, SHORT_ROWS)
-    expected = expected_logits(folder, gates, model.spec.activation, model.spec.kv_dtype, text)
+    expected = Expected(
+        reference_logits(folder, gates, "f32", "f32", text, SHORT_ROWS),
+        reference_logits(folder, gates, model.spec.activation, model.spec.kv_dtype, text, SHORT_ROWS),
+    )
     checks: list[Check] = []
     figures: dict[str, Any] = {"regimes": {}}
     for regime, got in logits.items():

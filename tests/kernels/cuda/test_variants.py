@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bench.padded_model import PaddedSource
-from bench.variants import SAME, Checkpoint, logit_bound, scale_values
+from bench.variants import SAME, Checkpoint, logit_bound, scale_residual, scale_values
 from halfbyte import gates
 from halfbyte.kernels.cuda.attention import prompt
 from halfbyte.kernels.cuda.batch import fused_phase
@@ -54,6 +54,7 @@ PLANS = [
 ]  # fmt: skip
 # Triton's kernel takes a float32 router.
 VARIANTS = {name: change for name, change in SAME.items() if name != "router in float32"} | {
+    "residual x 2^24": lambda m: scale_residual(m, 24),  # which the decode step counts in a larger unit
     "values x 2^17": lambda m: scale_values(m, 17),  # which float16 does not hold in front of q8
     "values x 2^-17": lambda m: scale_values(m, -17),
 }

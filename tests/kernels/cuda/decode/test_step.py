@@ -10,7 +10,7 @@ import torch
 
 from bench.checks.decode_oracle import last_layer
 from halfbyte.errors import PlanError
-from halfbyte.kernels.cuda.decode.shape import LayerArgs, OtherFormat, StepArgs, StepShape
+from halfbyte.kernels.cuda.decode.shape import LayerArgs, OtherFormat, StepArgs, StepShape, octaves_of
 from halfbyte.kernels.cuda.decode.step import DecodeStep
 from halfbyte.kernels.cuda.device.host import gpu
 from tests.kernels.cuda.decode.decode_models import (
@@ -223,6 +223,16 @@ def test_an_fp8_cache_must_be_asked_for() -> None:
     assert "emulator only" in str(WholeStep().refuse(spec, sm90, gates.Gates(kv_dtype="fp8")))
     assert WholeStep().refuse(spec, sm90, asked) is None
     assert shape_of(spec, sm90, 1).kv == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("largest", "octaves"),
+    [(0.0, 0), (3.7, 0), (2.0**14, 0), (-(2.0**14) - 128, 7), (3.8e6, 14), (float("inf"), 0), (float("nan"), 0)],
+)
+def test_a_residual_that_begins_large_is_counted_in_a_larger_unit(largest: float, octaves: int) -> None:
+    embed = torch.zeros(4, 8, dtype=torch.bfloat16)
+    embed[1, 3] = largest
+    assert octaves_of(embed) == octaves
 
 
 def test_wrong_layout_is_refused() -> None:

@@ -151,7 +151,8 @@ template <int FORMAT, int ADDED> struct FromResidual {
     return FIRST ? 0u : ((u32)r.a.x ^ all) | ((u32)r.a.y ^ all) | ((u32)r.b.x ^ all) | ((u32)r.b.y ^ all);
   }
   HB_DEV_MEMBER float take(const Raw& r, Parts& a, Parts& b) const {
-    float x[4] = {bf16_low((u32)r.a.x), bf16_high((u32)r.a.x), bf16_low((u32)r.b.x), bf16_high((u32)r.b.x)}, squares = 0.f;
+    float x[4] = {bf16_low((u32)r.a.x) * PER_UNIT, bf16_high((u32)r.a.x) * PER_UNIT, bf16_low((u32)r.b.x) * PER_UNIT,
+                  bf16_high((u32)r.b.x) * PER_UNIT}, squares = 0.f;
     if (!FIRST) { x[0] = summed(r.a.x); x[1] = summed(r.a.y); x[2] = summed(r.b.x); x[3] = summed(r.b.y); }
     HB_UNROLL
     for (int i = 0; i < 4; i++) {

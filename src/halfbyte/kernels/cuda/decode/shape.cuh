@@ -50,6 +50,7 @@ constexpr int SETS = ROWS / LANE_ROWS;
 constexpr int GROUPS_AT_ONCE = 4 / LANE_ROWS;   // k groups that share one accumulator, in columns of their own
 constexpr int SPLITS = HB_SPLITS;                // most parts a sequence's keys are cut into
 constexpr int ROUTER_COPIES = 4;                // of the logit accumulators, against contention
+constexpr float UNIT = (float)(1ull << HB_OCTAVES), PER_UNIT = 1.f / UNIT;  // of the residual: 1, or more if it is unusually large
 constexpr bool ACQUIRE = HB_ACQUIRE;            // one thread of a block acquires in every phase: see mailbox.cuh
 constexpr bool KEEP_SHARED = HB_KEEP_SHARED;    // what several blocks copy stays in L2: a window's pages, the router's columns
 constexpr int ROUTER_SETS = 3, ROUTER_WARPS = WORKERS / ROUTER_SETS;  // of warps, that take the tiles in turn

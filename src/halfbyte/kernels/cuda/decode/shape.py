@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from halfbyte.kernels.cuda.device.host import FLOAT, FORMATS, INT, LONG, POINTER, fields, options
 from halfbyte.kernels.cuda.phase import BULK_COPY, MMA_SYNC, WGMMA
@@ -24,6 +26,9 @@ SPLITS = 16  # most parts of a sequence, where a kv head has enough blocks for t
 ROUTER_SETS, MOST_CONTRIBUTIONS = 3, 2047  # to a router logit: one of each set of every block (mailbox.cuh)
 ROW_SIZES = (1, 2, 4, 8)
 MOST_TAPS = 8  # boundaries of layers whose residual a step leaves
+# A residual that begins with embeddings of this size leaves room in 31 bits for what layers add and routers multiply.
+# One that begins larger is counted in a unit that makes it 2^USUAL_OCTAVES: a build of its own.
+LARGEST_EMBEDDING, USUAL_OCTAVES, MOST_OCTAVES = 2.0**14, 8, 60
 LARGE_BLOCK = 200_000  # bytes of shared memory from which the ring of a data centre's GPU fits
 
 
@@ -134,6 +139,7 @@ class StepShape:
     nap: int = 20  # nanoseconds between two looks into a mailbox
     probe: int = -1  # 1: who waits for a vector looks at a few words of it; 0: at all of them; -1: as was fastest
     splits: int = SPLITS  # most parts a sequence's keys are cut into
+    octaves: int = 0  # of the unit that the residual is counted in (`octaves_of`)
     acquire: bool = False  # one thread of a block acquires in every phase (mailbox.cuh)
     keep_shared: bool = False  # what several blocks copy stays in L2
     taps: bool = False  # leaves the residual at the boundaries of layers that a launch names
@@ -236,6 +242,7 @@ class StepShape:
             "NAP": self.nap,
             "PROBE": tuning.probe if self.probe < 0 else self.probe,
             "SPLITS": self.splits,
+            "OCTAVES": self.octaves,
             "ACQUIRE": int(self.acquire),
             "KEEP_SHARED": int(self.keep_shared),
             "KV_FP8": int(self.kv == "fp8"),
@@ -264,6 +271,14 @@ class StepShape:
     @property
     def threads(self) -> int:
         return 32 * (self.warps + 1)
+
+
+def octaves_of(embed: Tensor) -> int:
+    """The octaves of the unit in which the residual is counted, by the largest token embedding."""
+    largest = max(abs(float(end)) for end in embed.aminmax())
+    if not LARGEST_EMBEDDING < largest < math.inf:
+        return 0
+    return min(math.ceil(math.log2(largest)) - USUAL_OCTAVES, MOST_OCTAVES)
 
 
 @functools.cache

@@ -327,7 +327,7 @@ template <bool FIRST> HB_DEV void write_tap(const Worker& w, int tiles) {
   float* out = w.p.taps + (size_t)(popcount((u32)before) + popcount((u32)(before >> 32))) * count;
   HB_ROLLED
   for (int i = w.block * WORK_THREADS + w.thread; i < count; i += blocks * WORK_THREADS)
-    out[i] = FIRST ? bf16_at(w.p.embed, (size_t)w.sh.token[i / HIDDEN] * HIDDEN + i % HIDDEN) : summed(box_load(x + i));
+    out[i] = FIRST ? bf16_at(w.p.embed, (size_t)w.sh.token[i / HIDDEN] * HIDDEN + i % HIDDEN) : UNIT * summed(box_load(x + i));
 #endif
   (void)w; (void)tiles;
 }
@@ -451,7 +451,7 @@ HB_PHASE State phase_down(State state, int layer) {
       [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
         const int k = place_of(r, row, index);
         if (k < 0) return;
-        const float v = r.weight[row][k] * (sum[0] + bf16_low(bias.a));
+        const float v = r.weight[row][k] * (sum[0] + bf16_low(bias.a)) * PER_UNIT;
         if (!below(v, LIMIT)) break_row(row, AT_DOWN);
         box_add(next + (size_t)row * HIDDEN + (base + tile) * 16 + m, contribution(v));
       });
@@ -497,7 +497,7 @@ HB_PHASE void phase_leave(State state) {
   HB_ROLLED
   for (int i = w.thread; i < w.rows * HIDDEN; i += WORK_THREADS) {
     const u32 broken = (u32)box_load(w.p.box.broken + i / HIDDEN);
-    w.p.logits_out[i] = broken ? as_float(NOT_A_NUMBER | broken) : summed(box_load(x + i));
+    w.p.logits_out[i] = broken ? as_float(NOT_A_NUMBER | broken) : UNIT * summed(box_load(x + i));
   }
   end_step(w);
 }

@@ -146,7 +146,7 @@ class DecodeStep:
             failure=machine.failure.data_ptr(),
             trace=self.trace.data_ptr() if self.trace is not None else None,
             taps=self.taps.data_ptr(),
-            norm_eps=norm_eps,
+            norm_eps=norm_eps / 4.0**shape.octaves,  # norms see the residual in its unit
             swiglu_limit=swiglu_limit,
             swiglu_alpha=swiglu_alpha,
             rows=r,
