@@ -47,21 +47,20 @@ from halfbyte.model.single_sequence import SingleSequence
 PRESETS = ("exact", "balanced", "mixed", "fast")
 KINDS = {"same": SAME, "changed": CHANGED}
 ROWS = {"prompt": [136], "batch": [40], "one row": [1] * 24}  # chunks of one text, in this order
-SHORT_ROWS = {"prompt": [72], "batch": [12], "one row": [1] * 8}  # where the reference computes them, too
+SHORT_ROWS = {"prompt": [72], "batch": [24], "one row": [1] * 24}  # where the reference computes them, too
 AT_ONCE = {1: 3, 4: 8, 16: 16}  # answers at a time -> problems
 MAX_TOKENS = 64
 WORST = (
     10  # times the bound of the median row: for the worst row of all where nothing rounds, else for nine of ten rows
 )
 FAR_ROWS = 0.1  # a near tie of experts that falls the other way moves a whole row
-# Where a variant rounds in other places, it is as far from the function without rounding as the plain model is.
-TWO_ERRORS = 2.0
-CLEAR = (
-    8  # times the bound and the logits' root mean square: a row whose two highest are further apart has a clear choice
-)
-# What a plan's error may be where its function has no plain model to stand beside: it rounds in the reference's places,
-# the probabilities of attention as well, and one in front of bf16 matrices (2^-9 for each of some products).
-ROUNDING, FLOOR = 3.0, 2.0**-8
+# A median of 24 rows or more may be so many times another's of the same rounding. The plain model and a variant that
+# rounds in other places are two errors; a plan also rounds attention's probabilities, which the reference does not.
+ROUNDING = 3.0
+FLOOR = 2.0**-8  # rows in front of bf16 matrices are rounded too, which the reference does not: 2^-9 for each product
+# A row has a clear choice if it is within CLOSE times the bound and its two highest logits are further apart than CLEAR
+# times the bound and the logits' root mean square, four deviations of their difference.
+CLOSE, CLEAR = 3, 16
 MARGINS = 4  # differing answers of a variant whose margin is computed
 
 
@@ -184,7 +183,7 @@ def compare_same(name: str, preset: str, plain: PlainModel, gates: Gates, padded
         bound, rounds = bound_of(name, preset, regime, plain.rounding[regime], model)
         near = errors <= WORST * bound
         two = want.topk(2).values
-        clear = near & (two[:, 0] - two[:, 1] > CLEAR * bound * want.square().mean(1).sqrt())
+        clear = (errors <= CLOSE * bound) & (two[:, 0] - two[:, 1] > CLEAR * bound * want.square().mean(1).sqrt())
         median, worst, far = float(errors.median()), float(errors.max()), float((~near).float().mean())
         share = float(same[clear].float().mean()) if bool(clear.any()) else math.nan
         figures["regimes"][regime] = {
@@ -214,7 +213,7 @@ def bound_of(name: str, preset: str, regime: str, rounding: float, model: GptOss
     fixed_point = any("decode_step" in phase for phase in model.plan.record.phases("decode")) and regime == "one row"
     if bound == NO_ROUNDING and not (fixed_point and name.startswith("residual")):
         return bound, False
-    return max(bound, TWO_ERRORS * rounding), True
+    return max(bound, ROUNDING * rounding), True
 
 
 # ---- another function -----------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class SessionBench:
         self.context = min(plain.config.max_context, max((*options.prompts, 3072)) + 1024)
         fixed = GptOss(plain.weights, replace(plain.gates, deterministic="on"), page_size=plain.spec.page_size)
         self.models = {"off": plain, "on": fixed}
-        self.label = self.name.random or self.name.label
+        self.label = self.name.shape_name
         tokenizer = load.tokenizer_of(self.name)
         self.cores: dict[str, EngineCore] = {}
         for mode, model in self.models.items():
@@ -106,7 +106,7 @@ class SessionBench:
         """A core with empty pages, all or so many, and these tiers."""
         core = self.cores[mode].anew(replace(self.cores[mode].config, pages=pages or self.cores[mode].config.pages))
         options = EngineOptions(gates=self.models[mode].gates, prefix_folder=None if folder is None else str(folder))
-        tiers = tiers_for(self.models[mode], core.runner, options, memory, self.label, self.name.path)
+        tiers = tiers_for(self.models[mode], core.runner, options, memory, self.name.label, self.name.path)
         if tiers is not None:
             core.attach(tiers)
         try:

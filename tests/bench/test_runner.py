@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import subprocess
@@ -30,7 +31,7 @@ from bench.measurement import (
 from halfbyte.cli.app import app
 from halfbyte.errors import PeerError, UsageError
 from halfbyte.lab import receipts
-from halfbyte.lab.result import Cell, Check, Result, from_json
+from halfbyte.lab.result import UNITS, Cell, Check, Result, from_json
 
 catalog.load()
 BENCH = ROOT / "bench"
@@ -212,3 +213,15 @@ def test_a_bench_in_another_process() -> None:
 def test_the_order_is_that_of_the_catalog() -> None:
     known = [m.module for m in MEASUREMENTS.values()]
     assert known == sorted(known, key=catalog.MODULES.index)
+
+
+def test_every_figure_of_a_measurement_has_a_unit_that_the_schema_knows() -> None:
+    """What only a GPU runs would be found out there, when the run is over."""
+    unknown = []
+    for path in sorted((ROOT / "bench").rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "figure":
+                unit = call.args[1]
+                if isinstance(unit, ast.Constant) and unit.value not in UNITS:
+                    unknown.append(f"{path.name}:{call.lineno} {unit.value}")
+    assert not unknown

@@ -9,6 +9,7 @@ from bench.checks.decode_case import shape_of
 from bench.experiments import tile_loop
 from bench.experiments.tile_loop import BODIES, LoopBody, LoopCase
 from halfbyte.formats import e2m1
+from halfbyte.lab.result import Cell
 from tests.kernels.cuda.emulator import Emulator, mirror_fields, sizes, struct_fields
 
 STEP = shape_of("120b", "mxfp4")
@@ -28,6 +29,13 @@ def test_a_wrong_digit_is_seen() -> None:
     digits = case.keep[1]
     digits[0, 0, :16] ^= 0x80
     assert not case.check()[0].as_check().ok
+
+
+def test_a_measured_body_becomes_a_result() -> None:
+    body = LoopBody("today", STEP)
+    cell = Cell("kernel", "120b", path="tile loop", shape={"body": body.name})
+    result = tile_loop.measure(cell, LoopCase(body, Emulator(blocks=1), "cpu"), tiles=16, repeats=1)
+    assert result.state == "measured"
 
 
 @pytest.mark.parametrize("name", BODIES)
