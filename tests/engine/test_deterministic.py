@@ -36,7 +36,8 @@ from halfbyte.engine.batch import Batch
 from halfbyte.engine.config import EngineConfig
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.prefix_tiers import PrefixTiers
-from halfbyte.engine.request import Constraint, Request
+from halfbyte.engine.request import Constraint, Request, SamplingParams
+from halfbyte.engine.scheduler import ANSWER_STEPS
 from halfbyte.engine.speculative.controller import Controller
 from halfbyte.kv.pages import PagePool
 from halfbyte.kv.prefix_store import PrefixStore
@@ -208,6 +209,35 @@ def test_no_schedule_of_a_thousand_changes_an_answer_where_regimes_round_differe
     for seed in range(16, 1016):
         differences, _ = play(seed, LIMITS.batch, tmp_path)
         assert not differences, differences[0]
+
+
+def test_prompts_are_gathered_while_answers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of prompts after some of answers, with so many times the rows; and at once where nothing answers."""
+    steps: list[tuple[str | None, int]] = []
+
+    def launch(runner: RegimeRunner, batch: Batch) -> object:
+        steps.append((batch.regime, batch.rows))
+        return FakeRunner.launch(runner, batch)
+
+    monkeypatch.setattr(RegimeRunner, "launch", launch)
+    config = EngineConfig(
+        pages=200, page_size=4, window=WINDOW, vocab=VOCAB, max_context=LONGEST, eos_tokens=(EOS,), max_seqs=4,
+        max_rows_per_step=64, max_rows_with_decode=8, run_ahead=False, answer_rows=LIMITS.batch,
+    )  # fmt: skip
+    core = core_of(config)
+    for number in range(4):
+        sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        core.submit(Request(id=f"{number}", prompt=[number + 2, *range(2, 41)], sampling=sampling))
+        for _ in range(2):
+            core.step()
+    while core.has_work:
+        core.step()
+    assert steps[0] == ("prefill", 40), "nothing waits for it"
+    alone = [rows for i, (regime, rows) in enumerate(steps) if regime == "prefill" and i]
+    assert max(alone) == ANSWER_STEPS * 8
+    beside = "".join(str(regime)[0] for regime, _ in steps)
+    assert "ppp" not in beside
+    assert "p" + "b" * ANSWER_STEPS + "p" in beside
 
 
 def test_without_it_such_regimes_show(tmp_path: Path) -> None:

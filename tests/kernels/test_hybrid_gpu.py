@@ -153,7 +153,7 @@ def state_of(model: GptOss) -> moe.HostState:
 @pytest.mark.parametrize("host", ["1", "all"])
 def test_logits_beside_the_reference(host: str, way: str) -> None:
     """float32 activations on the CPU: as near to the reference as an all-GPU plan has to be."""
-    g = gates.parse({"activation": "auto", "experts_in_host": host}, env={}, preset="exact")
+    g = gates.parse({"experts_in_host": host}, env={}, preset="exact")
     model = small(g, way)
     assert model.spec.host_activation == "f32"
     got = logits(model)

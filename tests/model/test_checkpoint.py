@@ -585,3 +585,13 @@ def test_large_reads_by_several_readers(tmp_path: Path) -> None:
         file.new(1, (9 << 20,), torch.uint8)
     file.close()
     reading.close()
+
+
+def test_weights_that_q8_does_not_hold_are_refused() -> None:
+    weights = synthetic.make(SMALL, 0)
+    assert isinstance(weights.layers[1].o, torch.Tensor)
+    weights.layers[1].o[3, 5] = 1e7
+    with pytest.raises(CheckpointError, match=r"layer 1 o has weights past 8319008, .* --layers o=mxfp4"):
+        checkpoint.assemble(checkpoint.MemorySource(weights), layer_formats={"o": "q8"})
+    loaded = checkpoint.assemble(checkpoint.MemorySource(weights), layer_formats={"o": "mxfp4"})
+    assert isinstance(loaded.layers[1].o, MXTensor)

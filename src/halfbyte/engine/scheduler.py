@@ -20,9 +20,10 @@ commit only. Chunks of one prompt in two steps in flight are together no larger 
 promised when it was admitted.
 
 Where generated tokens and prompts take different kernels and --deterministic is on (`answer_rows`), a step holds rows
-of one kind, and the kinds take turns while both wait. The kind of a row follows from its position and the length of the
-prompt alone. So a preempted sequence has its prompt read as a prompt again, and then its generated tokens computed by
-the kernels that computed them before.
+of one kind. While both wait, prompts have one step after ANSWER_STEPS of answers, and so many times the rows: kernels
+of prompts read the same experts for more rows, which costs less for each. The kind of a row follows from its position
+and the length of the prompt alone. So a preempted sequence has its prompt read as a prompt again, and then its
+generated tokens computed by the kernels that computed them before.
 
 Preempted sequences lose their pages, go back to their place in their client's queue and are computed again; the prefix
 cache usually still has most of it, in pages or in a lower tier (`prefix_tiers.py`). A client with several sequences
@@ -45,6 +46,9 @@ from halfbyte.kv.pages import Hit, PagePool
 
 # A step that is full of decoding sequences is larger by one part in so many, so that prompts are read in it, too.
 PROMPT_PART = 4
+
+# Steps of answers for each step of prompts, where a step holds one kind.
+ANSWER_STEPS = 3
 
 # Clients whose next sequence finds no room, after which a step looks no further.
 MOST_BLOCKED = 16
@@ -72,13 +76,14 @@ class Scheduler:
         self.suspects: list[Sequence] = []  # sequences of a failed step, run alone until each has passed or failed
         # Rows in one step, which must have room for every running sequence.
         self.max_rows = max(config.max_rows_per_step, config.max_seqs)
-        self.max_rows_with_decode = max(config.max_rows_with_decode, config.max_seqs)
+        turns = ANSWER_STEPS if config.answer_rows else 1
+        self.max_rows_with_decode = max(turns * config.max_rows_with_decode, config.max_seqs)
         # Prompts that are read in several steps wait for slots in front of which others may pass.
         self.most_unfinished = max(4, config.max_seqs // 4)
         self.row_budget = self.max_rows  # shrinks while memory is short
         self.preemptions = 0
         self.tiers: LowerTiers | None = None
-        self._answers_last = False  # of steps with rows of one kind
+        self._answer_steps = 0  # since the last step of prompts, where a step holds one kind
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._order = self._admissions = 0
         # The most tokens one sequence can ever hold, found by bisection over the exact page count.
@@ -212,7 +217,7 @@ class Scheduler:
 
     def _fill_apart(self, step: ScheduledStep, may_exchange: bool) -> list[Sequence] | None:
         """Fill a step like `_fill`, with rows of answers or of prompts, in turn."""
-        first = not self._answers_last
+        first = self._answer_steps < ANSWER_STEPS
         for answers_turn in (
             first,
             not first,
@@ -468,7 +473,7 @@ class Scheduler:
             seq.client.served += chunk.count
             if chunk.samples:
                 seq.num_pending_tokens += 1
-        self._answers_last = step.regime == "batch"
+        self._answer_steps = self._answer_steps + 1 if step.regime == "batch" else 0
         step.ahead = step.ahead and self.config.run_ahead
         return step
 

@@ -58,6 +58,7 @@ from halfbyte.ops.linear import dense
 
 Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, what)
 
+Q8_LARGEST = 127 * torch.finfo(torch.float16).max
 TARGETS: dict[str, FormatName] = {"q8": "q8", "mxfp4": "mxfp4"}
 MATRIX_BEHIND = {norm: matrix for matrix, norm in NORM_OF.items()}
 # The files of a model other than its weights, copied with them.
@@ -352,13 +353,26 @@ class RequantisedSource:
             return self.inner.parts(layer, role)
         if not self.folds(layer, role):
             parts = self.inner.parts(layer, role)
-            rounded = [requantise(p, target) for p in parts]
+            rounded = [self._requantise(layer, role, p, target) for p in parts]
             if GROUPS[role] == "moe":
                 self._add_error(parts, rounded)
             return rounded
         last, self._fold = self._fold, None
         folded = last[1] if last is not None and last[0] == (layer, role) else self._folded(layer, role)
-        return [requantise(p, target, folded.columns) for p in folded.parts]
+        return [self._requantise(layer, role, p, target, folded.columns) for p in folded.parts]
+
+    def _requantise(
+        self, layer: int | None, role: str, part: Matrix, target: FormatName, columns: Tensor | None = None
+    ) -> MXTensor:
+        """Like `requantise`, but finite weights that q8's scales do not reach are refused."""
+        after = requantise(part, target, columns)
+        if target == "q8" and bool(after.scales.isnan().any()) and bool(dense(part).isfinite().all()):
+            name, group = role if layer is None else f"layer {layer} {role}", GROUPS[role]
+            raise CheckpointError(
+                f"{name} has weights past {Q8_LARGEST:.0f}, which q8 does not hold; use --layers {group}=mxfp4 or "
+                "--preset exact."
+            )
+        return after
 
     @property
     def expert_error(self) -> float | None:

@@ -169,6 +169,8 @@ def plain_logits(arch: str, preset: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("arch", "preset"), PLANS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_same_function_has_the_same_tokens(tmp_path: Path, name: str, arch: str, preset: str) -> None:
+    if name == "residual x 2^24" and preset == "balanced":
+        pytest.skip("q8 does not hold such weights: tests/model/test_checkpoint.py")
     variant = Checkpoint.read(EMBEDDED)
     VARIANTS[name](variant)
     variant.write(tmp_path, EMBEDDED)
