@@ -1,8 +1,8 @@
 """The servers that run on this machine, one small file each, so that `ps`, `stop` and `run` find them.
 
 A server writes its file when it starts and removes it when it ends. What a killed one left behind is recognised by its
-process, which is gone or is another one by now (its start time differs), and removed by whoever looks next. Files of
-other machines that share the folder are left alone. No key and no prompt is ever in such a file.
+process, which is gone or is another one by now (its start time differs), and removed by the next command that looks.
+Files of other machines that share the folder are left alone. No key and no prompt is ever in such a file.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def listed(
 
 
 class Listing:
-    """This server's file. A folder that cannot be written to keeps nobody from serving."""
+    """This server's file. A folder that cannot be written to does not stop the server."""
 
     def __init__(self, entry: RunningServer) -> None:
         self.entry = entry

@@ -81,7 +81,7 @@ class Answer:
 
 
 class AnswerReader:
-    """Deltas in, pieces out. A call of a function that was not offered is text: nobody could answer it.
+    """Deltas in, pieces out. A call of a function that was not offered is text: no client could answer it.
 
     A stop string ends the answer where its text has it; reasoning and calls may have it."""
 

@@ -33,7 +33,7 @@ _ANY_OBJECT = '{"type": "object"}'
 _JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 CACHE_BYTES = 128 << 20  # of compiled grammars
 LEAST_BYTES = 128 << 10  # a compiled grammar takes
-_BYTES_PER_CHARACTER = 32  # of a source, where nobody has measured what its grammar takes
+_BYTES_PER_CHARACTER = 32  # of a source whose grammar's size has not been measured
 _TOO_COSTLY = ("ParserTooComplex", "LexerTooComplex")
 
 

@@ -167,7 +167,7 @@ class Upload:
 
 class PinnedPages:
     """Pinned memory for so many pages, allocated at once, since each allocation of such memory may stop a GPU. A page
-    is free again when nobody refers to it; any thread may take one. Pages beyond their number are allocated singly."""
+    is free again when nothing refers to it; any thread may take one. Pages beyond their number are allocated singly."""
 
     def __init__(self, count: int, page_bytes: int) -> None:
         self._pages = torch.empty((count, page_bytes), dtype=torch.uint8, pin_memory=True).numpy()

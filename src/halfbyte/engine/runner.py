@@ -101,7 +101,7 @@ class HiddenStateObserver(Protocol):
 
     @property
     def suspended(self) -> bool:
-        """Whether steps run without it for now; it is told of each by `skip`."""
+        """Whether steps run without it for now; `skip` reports each of them."""
         ...
 
     def skip(self, batch: Batch) -> None: ...

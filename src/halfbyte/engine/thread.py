@@ -89,7 +89,7 @@ class EngineThread:
         items: asyncio.Queue[Item] = asyncio.Queue()
 
         def put(item: Item) -> None:
-            with suppress(RuntimeError):  # the loop was closed, and with it ended whoever waited
+            with suppress(RuntimeError):  # the loop was closed, and its waiting tasks ended with it
                 loop.call_soon_threadsafe(items.put_nowait, item)
 
         caller = self._enter(request, put)
@@ -138,7 +138,7 @@ class EngineThread:
         atexit.unregister(self._end_with_program)
 
     def _end_with_program(self) -> None:
-        """Nobody is told: whoever still waits is a daemon thread, which ends with the program as it is."""
+        """Notify no request: a thread that still waits is a daemon, which ends with the program."""
         if not self._thread.is_alive():  # also in a fork of the process that had it
             return
         with self._lock:

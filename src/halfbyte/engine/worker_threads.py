@@ -1,8 +1,8 @@
 """A few threads that take jobs in turn, for as long as their owner lives.
 
 Python's own pool takes no job once the main thread has ended, though an engine still serves the other threads of its
-program then. These threads end when they are told to. Their owner must join them before the interpreter ends, because
-they run native code.
+program then. These threads end when their owner stops them. Their owner must join them before the interpreter ends,
+because they run native code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The names of every repair that the parser counts, for those who publish counts before the first one happens.
 
-What each means is told in docs/harmony.md.
+docs/harmony.md says what each means.
 """
 
 from __future__ import annotations

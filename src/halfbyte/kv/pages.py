@@ -14,7 +14,7 @@ prefix. A hash is registered only when the tokens of its page are committed: a p
 never found.
 
 Pages can outlive the pool in a store of the caller's. `on_end` receives the pages of a prompt when it is computed, and
-of a sequence when it gives its pages back; whoever copies one checks with `unchanged`, afterwards, that it was not
+of a sequence when it gives its pages back; code that copies one checks with `unchanged`, afterwards, that it was not
 handed out meanwhile. `reach` and `absent` say what a store could add to a hit, and `insert`
 makes room for it.
 

@@ -1,8 +1,8 @@
-"""What a machine's memory and arithmetic allow at most for some work, whoever does it.
+"""What a machine's memory and arithmetic allow at most for some work, in any engine.
 
-An engine in this process says which experts its steps touched. Of one behind HTTP nobody knows: random weights spread
-their routing evenly, so that the expected number counts; of all others no fewer are read than one token chooses. A
-closed loop may overlap one stream's prompt with another's answer, but not with its own.
+An engine in this process says which experts its steps touched. An engine behind HTTP does not say: random weights
+spread their routing evenly, so that the expected number counts; of all others no fewer are read than one token chooses.
+A closed loop may overlap one stream's prompt with another's answer, but not with its own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Ceilings:
 
     def closed_loop(self, prompt: int, tokens: int, streams: int) -> FigureCeiling:
         """Streams that ask again as soon as they are answered: a round of it takes no less than all prompts, than all
-        decode steps with every stream in them, and than one stream's own prompt and answer with nobody beside it."""
+        decode steps with every stream in them, and than one stream's own prompt and answer with no other stream."""
         context, steps = prompt + tokens // 2, tokens - 1
         alone = self.prompt_seconds(prompt) + steps * self.step_seconds(context, 1)
         together = steps * self.step_seconds(context, streams)

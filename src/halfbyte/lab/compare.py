@@ -43,7 +43,7 @@ class Change:
 
     @property
     def shows(self) -> bool:
-        """Whether a reader must see it: it changed, or nobody can tell whether it did."""
+        """Whether a reader must see it: it changed, or whether it did is unknown."""
         if self.verdict in ("no samples", "too few runs"):
             return abs(self.share or 0.0) > SMALL or (self.before == 0) != (self.after == 0)
         return self.verdict != "no difference"
@@ -91,7 +91,7 @@ def _figures(name: str, before: Result, after: Result, threshold: float) -> Iter
 
 def judge(before: Figure, after: Figure, threshold: float = statistics.THRESHOLD) -> tuple[str, str]:
     if min(len(before.values), len(after.values)) < 2:
-        return "no samples", "one value each, so nobody can tell a change from noise"
+        return "no samples", "one value each, so a change cannot be told from noise"
     if min(*before.values, *after.values) <= 0:
         return "no samples", "samples at or below 0 have no ratio"
     comparison = statistics.compare(

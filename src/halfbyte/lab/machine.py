@@ -77,7 +77,7 @@ def forget_roofs() -> None:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """What the machine can do, whoever limited torch's threads for a small model."""
+    """What the machine can do, even where torch's threads are limited for a small model."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

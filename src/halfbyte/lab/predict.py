@@ -356,7 +356,7 @@ def _void(gpu: Gpu, model: str, gates: Gates) -> str:
         return ""
     why = next((r.reason for r in selection.refusals if r.phase == KERNEL and r.regime == "decode"), "")
     kinds = " and ".join(sorted({name.partition(".")[0] for name in chosen}))
-    return f"{gpu.arch} decodes with {kinds} kernels, which nobody has measured: {KERNEL} {why}"
+    return f"{gpu.arch} decodes with {kinds} kernels, which have not been measured: {KERNEL} {why}"
 
 
 def _weights(model: str, gates: Gates, gpu: Gpu) -> float:

@@ -127,7 +127,7 @@ def result_file(
     tool: str, results: Iterable[Result], measured: Mapping[str, str], command: Sequence[str] | None = None
 ) -> ResultFile:
     """These results with this machine's record; `command` is what was typed after the tool's name, files by their names
-    alone: where they lay is nobody's business."""
+    alone: receipts keep no folder of the machine."""
     typed = sys.argv[1:] if command is None else command
     arguments = (Path(word).name if Path(word).is_absolute() else word for word in typed)
     return ResultFile(tool, tuple(arguments), environment.collect(), dict(measured), tuple(results))

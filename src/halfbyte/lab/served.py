@@ -98,7 +98,7 @@ def compare_served(engine: Result, served: Result) -> Result:
 
 
 def under_ceilings(engine: Sequence[Result], served: Sequence[Result]) -> list[Result]:
-    """Work on one machine has one ceiling, whoever carries the tokens."""
+    """The ceiling of work on one machine: the same in process and over HTTP."""
     return [under(s, {f.name: f.ceiling for f in e.figures}) for e, s in zip(engine, served, strict=True)]
 
 

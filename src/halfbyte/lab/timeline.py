@@ -97,7 +97,7 @@ def _decode_on_cpu(model: GptOss, step: Step, cache: Cache, tokens: int, title: 
 
 
 def _clocked(model: GptOss, warm: Step, step_of: Callable[[int], Step], count: int) -> tuple[list[Span], float]:
-    """Spans of `count` steps, and the mean microseconds of as many that nobody looked into."""
+    """Spans of `count` steps, and the mean microseconds of as many that were not traced."""
     steps = [step_of(i) for i in range(count)]
     greedy(model.forward(warm))
     start = time.perf_counter()
@@ -207,7 +207,7 @@ def match(order: Sequence[tuple[str, ProfileRow]], kernels: Sequence[Interval], 
     for kernel in kernels:
         queue = queues.get(kernel.name)
         if queue is None or counts[kernel.name] != len(queue) * steps:
-            row = ProfileRow.of(OTHER)  # torch's own; or it cannot be told
+            row = ProfileRow.of(OTHER)  # torch's own, or unknown
         else:
             row = queue[0]
             queue.rotate(-1)

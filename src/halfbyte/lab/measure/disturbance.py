@@ -6,7 +6,7 @@
     meter.read().since(before).problem  # empty where the machine was quiet
 
 Other processes are all but this one and its descendants, to which the engine under test belongs. Ticks of the kernel
-are 10 ms, so that a run's length decides how small a share can be told; ALLOWANCE is left to them. A run that is too
+are 10 ms, so that a run's length decides how small a share can be seen; ALLOWANCE is left to them. A run that is too
 short for them is judged by the time of all runs around it. Where Linux's files
 are missing nothing is known, and nothing is held against a run.
 """

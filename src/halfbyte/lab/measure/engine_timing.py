@@ -91,7 +91,7 @@ def all_work(
 
 
 class TimedClient(Protocol):
-    """Whoever has prompts answered: all at once, each with exactly `tokens` tokens."""
+    """A client that has prompts answered: all at once, each with exactly `tokens` tokens."""
 
     def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[StreamReading]: ...
 

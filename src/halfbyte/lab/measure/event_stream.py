@@ -46,7 +46,7 @@ class StreamReading:
         return self.arrivals[-1][0]
 
 
-FEWEST = 16  # tokens of an event, at most, where nobody says how many there are
+FEWEST = 16  # tokens of an event, at most, where the server does not say how many
 
 
 def read_blocks(blocks: Sequence[tuple[float, bytes]]) -> StreamReading:

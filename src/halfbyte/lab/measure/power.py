@@ -2,7 +2,7 @@
 
     with PowerMeter() as meter:
         work()
-    meter.summary()  # {"watts": ..., "mhz": [least, median, most], "throttled": {...}, ...}, or {} where nobody can say
+    meter.summary()  # {"watts": ..., "mhz": [least, median, most], "throttled": {...}, ...}, or {} without a sensor
     meter.judge(result)  # INVALID where the card was throttled
 
 Speed that is bound by power falls within seconds of a run's begin; a figure of a quarter second does not show it. A
@@ -93,7 +93,7 @@ class PowerMeter:
         return sum((b.at - a.at) * (a.watts + b.watts) / 2 for a, b in pairs)
 
     def figures(self, tokens: float, seconds: float) -> list[Figure]:
-        """Watts, and joules a token at that power; none where nobody can say."""
+        """Watts, and joules a token at that power; none without a sensor."""
         late = self.summary()
         if not late or not tokens:
             return []

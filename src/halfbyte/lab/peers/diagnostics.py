@@ -35,7 +35,7 @@ _IN_FLAG = re.compile(r"(--?[\w-]*(?:key|token|secret|password)[\w-]*)(=|\s+)\S+
 
 @dataclass
 class Case:
-    """What is known of the engine by whoever watched it."""
+    """What the process that watched the engine knows of it."""
 
     why: str
     log: Path

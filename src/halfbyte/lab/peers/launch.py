@@ -84,7 +84,7 @@ def refused(gates: Gates, fields: Iterable[str], engine: str, reasons: Mapping[s
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listened on a moment ago."""
+    """A port of this machine that was free a moment ago."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -46,7 +46,7 @@ class TimeLimits:
     start_s: float = 300.0
     request_s: float = 120.0
     stop_s: float = 30.0
-    until: float = float("inf")  # of time.monotonic: then it is ended, whoever still waits for it
+    until: float = float("inf")  # of time.monotonic: then it is ended, even while a request waits for it
 
     def __post_init__(self) -> None:
         if min(self.start_s, self.request_s, self.stop_s) <= 0:
