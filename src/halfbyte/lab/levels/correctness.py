@@ -29,6 +29,7 @@ from halfbyte.lab.levels.sampling import sampling_checks
 from halfbyte.lab.levels.scores import (
     bound_of,
     decode_checks,
+    exact_checks,
     find_table,
     make_prompts,
     margin_of,
@@ -238,7 +239,7 @@ def score_checks(subject: Subject, engine: PeerProcess, detail: dict[str, Any]) 
     if table is None:
         unproven(detail, "There is no reference of this model's log probabilities, or no room to compute it.")
         return [*checks, coherence_check(engine.asker)] if subject.model.path is not None else checks
-    return [*checks, *table_checks(subject, engine.asker, table, detail)]
+    return [*checks, *table_checks(subject, engine.asker, table, detail), *exact_checks(subject, table, detail)]
 
 
 def coherence_check(asker: Asker) -> Check:

@@ -80,7 +80,7 @@ def leaving_check(asker: Asker, prompts: Sequence[list[int]], tokens: int) -> Ch
     deadline = time.monotonic() + LEAVE_S
     while (left := asker.metric(RUNNING)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    note = f"{left:.0f} of {running:.0f} still ran {LEAVE_S:g} s after their clients had left" if left else ""
+    note = f"{left:.0f} of {len(prompts)} still ran {LEAVE_S:g} s after their clients had left" if left else ""
     return Check("requests of clients that leave end", not left, int(left), 0, note)
 
 
