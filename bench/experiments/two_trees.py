@@ -1,12 +1,12 @@
 """Two checkouts, or two models, on one GPU, turn by turn: is the one as fast as the other?
 
     python -m bench run two-trees --set before=OTHER_CHECKOUT --set rounds=5
-    python -m bench run two-trees --set before=. --set model='random:120b?weights=real' --set before-model=random:120b
+    python -m bench run two-trees --set before=. --set model='random:20b?weights=real' --set before-model=random:20b
 
 Each checkout runs in a process of its own, which loads the weights once and then measures when told to: bare graph
 replays and whole prompts, the same tokens in both. They take turns, so that a card that warms up slows both alike. For
 every size the receipt has the times of both and the ratios, turn by turn. Compares no outputs: each
-checkout's own checks do that. Both models must fit on the GPU together.
+checkout's own checks do that. Both models must fit on the GPU together: two of 120b need more than 141 GB.
 """
 
 from __future__ import annotations
@@ -34,16 +34,23 @@ def start(checkout: Path, model: str, preset: str) -> subprocess.Popen[str]:
 
 def ask(process: subprocess.Popen[str], seed: int) -> dict[str, float]:
     assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write(f"{seed}\n")
     process.stdin.flush()
-    return dict(json.loads(process.stdout.readline()))
+    return dict(json.loads(read_line(process)))
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise UsageError("a checkout's process ended before it answered; its last lines are above.")
+    return line
 
 
 @dataclass(frozen=True)
 class Options:
     before: Path = option(Path("before"), "the other checkout")
-    model: str = "random:120b"
+    model: str = "random:20b"
     before_model: str = option("", "the model of the other checkout; empty: the same")
     preset: str = "fast"
     rounds: int = 5
@@ -59,8 +66,7 @@ def two_trees(run: Run, options: Options) -> None:
     rounds: list[dict[str, dict[str, float]]] = []
     try:
         for process in processes.values():
-            assert process.stdout is not None
-            assert process.stdout.readline().strip() == "ready", "a checkout did not load"
+            assert read_line(process).strip() == "ready", "a checkout did not load"
         for number in range(options.rounds + 1):
             order = list(processes) if number % 2 else list(processes)[::-1]
             rounds.append({name: ask(processes[name], 10 * number) for name in order})
