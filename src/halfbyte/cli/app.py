@@ -64,7 +64,7 @@ MAIN_OPTIONS: dict[str, tuple[str, ...]] = {
         "--suite", "--per-task", "--tasks", "--seed", "--wrong", "--out", "--preset", "--layers", "--device", "--json",
     ),
     "profile": (
-        "--tokens", "--depth", "--batch", "--pp", "--predict", "--model", "--trace", "--preset", "--device", "--json",
+        "--tokens", "--depth", "--batch", "--pp", "--predict", "--trace", "--preset", "--device", "--json",
     ),
     "explain": ("--arch", "--prove", "--why", "--engine", "--preset", "--layers", "--json"),
     "quantize": ("--layers", "--mxfp4-layers", "--preset", "--json"),

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from halfbyte.cli.options import DeviceOption, JsonOption, ModelArgument, with_gates
-from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 
 
@@ -22,9 +21,11 @@ def profile(
     device: DeviceOption = None,
     predicted: Annotated[
         str | None,
-        typer.Option("--predict", metavar="GPU[,GPU]", help="Predict the speed of decode on these GPUs instead."),
+        typer.Option(
+            "--predict", metavar="GPU[,GPU]", help="Predict how fast 120b or 20b decodes on these GPUs instead."
+        ),
     ] = None,
-    shape: Annotated[str, typer.Option("--model", help="With --predict: 120b or 20b.")] = "120b",
+    shape: Annotated[str, typer.Option("--model", help="With --predict: the same as MODEL.")] = "120b",
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -42,9 +43,7 @@ def profile(
     if trace is not None:
         profiling.show_trace(trace, json)
     elif predicted is not None:
-        if model is not None:
-            raise UsageError("--predict takes its shape from --model 120b or 20b, not a model to load.")
-        profiling.show_predictions(predicted, shape, gates, depth, json)
+        profiling.show_predictions(predicted, (model or shape).removeprefix("random:"), gates, depth, json)
     else:
         profiling.show_model(model, tokens, depth, batch, pp, device, out_file, json, gates)
 
