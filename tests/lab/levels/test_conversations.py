@@ -219,7 +219,7 @@ def test_every_api_of_an_honest_engine_passes() -> None:
         ("ends with length", "an answer that ends by itself says so", "of 320 at most, ended with 'length'"),
         ("counts more", "tokens are counted", "an answer of 4 tokens counts as 5; an answer of 16"),
         ("reads more", "tokens are counted", "11 more tokens of a question count as 22"),
-        ("ignores the temperature", "a temperature is read", "4 sampled answers are alike"),
+        ("ignores the temperature", "a temperature is read", "24 sampled answers are alike"),
         ("ignores the seed", "a seed gives the same answer", "instead of"),
         ("keeps answers by letters", "similar questions have answers of their own", "3 of 4 have another's"),
         ("ignores stop strings", "a stop string ends the answer", "(stop) for ', d'"),
