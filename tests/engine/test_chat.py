@@ -198,6 +198,7 @@ def test_a_conversation_becomes_harmony_messages() -> None:
         (QUESTION, [{"name": "a b"}], r"tools\[0\].name"),
         (7, (), "int"),
         ([{"role": "user", "content": 7}], (), r"messages\[0\].content"),
+        ([{"role": "user"}], (), r"messages\[0\] has no content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], (), "image_url"),
         ([{"role": "tool", "tool_call_id": "c9", "content": "x"}], (), "c9"),
         (QUESTION, [{"type": "function"}], r"tools\[0\]"),

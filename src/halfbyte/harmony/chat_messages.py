@@ -38,7 +38,10 @@ def read_messages(messages: Sequence[Any]) -> tuple[str | None, list[Message]]:
             raise RequestError(
                 f"{where} is {message!r:.80}; give a dict or an object with a role ({', '.join(ROLES)}) and a content."
             )
-        text = _text(_field(message, "content"), f"{where}.content")
+        content = _field(message, "content")
+        if content is None and role != "assistant":  # an assistant that calls has none
+            raise RequestError(f"{where} has no content; give text.")
+        text = _text(content, f"{where}.content")
         if role in ("system", "developer"):
             if out:
                 out.append(Message.developer(text))
