@@ -154,7 +154,9 @@ def test_named_tool_choice_is_enforced_and_keeps_the_reasoning(serve: Serve) -> 
     )
     assert reason.constraint is None
     assert arguments.constraint.kind == "json_schema"
-    assert json.loads(arguments.constraint.source) == WEATHER["function"]["parameters"]
+    assert json.loads(arguments.constraint.source) == WEATHER["function"]["parameters"] | {
+        "additionalProperties": False
+    }
     assert arguments.prompt[: len(reason.prompt)] == reason.prompt  # so the prefix cache has it
 
 

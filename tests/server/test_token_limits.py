@@ -217,6 +217,42 @@ def test_a_forced_call_needs_no_limit(serve: Serve, http: httpx.Client, api: str
         assert len(request.prompt) + request.sampling.max_tokens <= CONTEXT
 
 
+TEXT = {"type": "string"}
+NAMED = {"type": "object", "properties": {"a": TEXT}}
+CLOSED = NAMED | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "forced"),
+    [
+        (NAMED, CLOSED),
+        ({"type": "object"}, {"type": "object"}),
+        (NAMED | {"additionalProperties": TEXT}, NAMED | {"additionalProperties": TEXT}),
+        (NAMED | {"required": ["b"]}, NAMED | {"required": ["b"]}),
+        (NAMED | {"allOf": [NAMED]}, NAMED | {"allOf": [NAMED]}),
+        (
+            {"type": "object", "properties": {"properties": NAMED, "x": {"type": "array", "items": NAMED}}},
+            {
+                "type": "object",
+                "properties": {"properties": CLOSED, "x": {"type": "array", "items": CLOSED}},
+                "additionalProperties": False,
+            },
+        ),
+        ({"type": "object", "properties": {"e": {"enum": [NAMED]}}, "additionalProperties": True},) * 2,
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_forced_call_has_no_properties_that_nobody_named(
+    serve: Serve, http: httpx.Client, schema: dict[str, Any], forced: dict[str, Any], strict: bool
+) -> None:
+    live = serve(ScriptedSource(lambda request, index: Play(call("functions.f", "{}"))))
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
+    body = {"model": "gpt-oss-test", "messages": [{"role": "user", "content": "Hi"}], "tool_choice": "required"}
+    assert http.post(f"{live.url}/v1/chat/completions", json=body | {"tools": [tool]}).status_code == 200
+    sources = [json.loads(r.constraint.source) for r in live.source.requests if r.constraint is not None]
+    assert sources[-1] == (schema if strict else forced)
+
+
 @pytest.mark.parametrize("spare", [-1, 0, 1])
 def test_an_answer_that_ends_at_its_limit_is_complete(serve: Serve, http: httpx.Client, spare: int) -> None:
     live = serve(ScriptedSource(in_turn('{"a":1}<|return|>')))

@@ -276,10 +276,10 @@ class ChoiceRequests:
             yield update
 
     async def _arguments(self, function: Function) -> AsyncIterator[Update]:
-        """Arguments under the tool's schema. A schema that no grammar can hold binds only if the tool is strict; one
-        that turns out too costly after it has begun ends the request."""
+        """Arguments under the tool's schema, without further properties. A schema that no grammar can hold binds only
+        if the tool is strict; one that turns out too costly after it has begun ends the request."""
         until, ends = self.harmony.structural, (self.harmony.controls.call,)
-        schema = Constraint("json_schema", json.dumps(function.schema), end_tokens=ends)
+        schema = Constraint("json_schema", json.dumps(function.forced_schema), end_tokens=ends)
         begun = False
         try:
             async for update in self._request(until=until, constraint=schema):

@@ -45,6 +45,70 @@ class Function:
             return custom_schema()
         return self.parameters if self.parameters is not None else {"type": "object", "properties": {}}
 
+    @property
+    def forced_schema(self) -> dict[str, Any]:
+        """The schema of a call that the model may not want to make: it invents no properties beyond those named."""
+        return self.schema if self.strict else _closed(self.schema)
+
+
+_MEMBERS, _LISTS = ("properties", "$defs", "definitions"), ("anyOf", "oneOf", "prefixItems")
+# Beside these an object's properties are not all that it may have.
+_OPEN = frozenset(
+    [
+        "additionalProperties",
+        "patternProperties",
+        "unevaluatedProperties",
+        "propertyNames",
+        "minProperties",
+        "anyOf",
+        "oneOf",
+        "not",
+        "$ref",
+        "$dynamicRef",
+    ]
+)
+_MERGED = frozenset(("allOf", "if", "dependentSchemas", "$recursiveRef"))  # one object has several schemas
+_DEEPEST = 64
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with `additionalProperties: false` where an object names its properties and says nothing of others.
+    Unchanged where one object has several schemas, or where it is nested too deeply."""
+    try:
+        closed: dict[str, Any] = _close(schema, 0)
+    except _NotClosableError:
+        return schema
+    return closed
+
+
+class _NotClosableError(Exception):
+    pass
+
+
+def _close(schema: Any, depth: int) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    if depth > _DEEPEST or not _MERGED.isdisjoint(schema):
+        raise _NotClosableError
+    out = dict(schema)
+    for key in _MEMBERS:
+        if isinstance(members := schema.get(key), dict):
+            out[key] = {name: _close(member, depth + 1) for name, member in members.items()}
+    for key in _LISTS:
+        if isinstance(members := schema.get(key), list):
+            out[key] = [_close(member, depth + 1) for member in members]
+    if "items" in schema:
+        out["items"] = _close(schema["items"], depth + 1)
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and _OPEN.isdisjoint(schema) and properties.keys() >= _required(schema):
+        out["additionalProperties"] = False
+    return out
+
+
+def _required(schema: dict[str, Any]) -> set[str]:
+    required = schema.get("required")
+    return {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+
 
 def custom_schema() -> dict[str, Any]:
     return {
