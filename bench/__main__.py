@@ -6,6 +6,7 @@ python -m bench run NAME NAME ... --out FOLDER     each in its own process
 python -m bench run --stale [NAME ...]             again whatever is not current in bench/results
 python -m bench table [--write | --check]          the tables of README and docs/results.md, README's plot
 python -m bench ledger [--check]                   the generated pages of docs/ and the store's index
+python -m bench print format-costs | memory        a computed table of docs/numerics.md or docs/install.md
 python -m bench lines [--largest N]                lines of our own text that a wheel ships, by room and file type
 """
 
@@ -37,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument("--check", action="store_true", help="write nothing; 1 where one is out of date")
     ledger = commands.add_parser("ledger", help="the generated pages of docs/")
     ledger.add_argument("--check", action="store_true", help="write nothing; 1 where a page is out of date")
+    prints = commands.add_parser("print", help="a computed table of docs/numerics.md or docs/install.md")
+    prints.add_argument("name", choices=("format-costs", "memory"))
     lines = commands.add_parser("lines", help="lines of our own text that a wheel ships")
     lines.add_argument("--largest", type=int, default=0, metavar="N", help="also the N largest files")
     child = commands.add_parser("child")  # for the workshop's own processes
@@ -67,6 +70,17 @@ def _dispatch(args: argparse.Namespace) -> int:
 
     if args.command == "lines":
         return lines.main(args.largest)
+    if args.command == "print":
+        from bench import format_costs, memory_table
+        from halfbyte.architectures import ARCHES
+
+        table_lines = (
+            memory_table.memory_table(ARCHES["sm86"])
+            if args.name == "memory"
+            else format_costs.table(format_costs.measure())
+        )
+        print("\n".join(table_lines))
+        return 0
     catalog.load()
     if args.command == "table":
         return table.main(write=args.write, check=args.check)

@@ -1,4 +1,4 @@
-"""Which model and which context fit a card, as the table of docs/install.md (tests/test_memory_table.py holds it)."""
+"""`python -m bench print memory`: which model and which context fit a card, for docs/install.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m halfbyte.formats`: the error of every format and scale rule on Gaussian numbers, as in docs/numerics.md.
+"""`python -m bench print format-costs`: the error of every format and scale rule on Gaussian numbers (docs/numerics.md).
 
 Measures what quantising costs, nothing else: no operation, no model. The same seed gives the same table.
 """
@@ -40,7 +40,7 @@ def measure() -> list[FormatCost]:
     return rows
 
 
-def table(rows: list[FormatCost]) -> str:
+def table(rows: list[FormatCost]) -> list[str]:
     lines = [
         "| format | rule | bits per weight | ‖error‖ / ‖x‖ | SNR, dB | worst element / group amax |",
         "|---|---|---|---|---|---|",
@@ -48,8 +48,4 @@ def table(rows: list[FormatCost]) -> str:
     lines += [
         f"| {r.format} | {r.rule} | {r.bits} | {r.relative:.4f} | {r.decibels:.1f} | {r.worst:.4f} |" for r in rows
     ]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table(measure()))
+    return lines
