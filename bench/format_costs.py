@@ -1,4 +1,4 @@
-"""`python -m bench print format-costs`: the error of every format and scale rule on Gaussian numbers (docs/numerics.md).
+"""`python -m bench print format-costs`: the error of every format and scale rule on Gaussian numbers (numerics.md).
 
 Measures what quantising costs, nothing else: no operation, no model. The same seed gives the same table.
 """
