@@ -13,6 +13,7 @@ import pytest
 from halfbyte.lab.levels.correctness import MOST, end_check, stream_problem
 from halfbyte.lab.levels.own_answers import TEXTS, own_answer_checks, variants
 from halfbyte.lab.levels.sampling import classes_of, walk_check
+from halfbyte.lab.levels.scores import margin_of
 from halfbyte.lab.peers.asker import Asker, Question, Reply, read_native_stream, read_streamed
 
 NATURAL = [k % 50 for k in range(300)]
@@ -105,6 +106,14 @@ def test_sampled_answers_follow_their_probabilities(shares: Sequence[float], say
 def test_a_model_that_is_sure_shows_nothing() -> None:
     sure = {"a": math.log(0.9999), "b": math.log(0.00005)}
     assert walk_check([Reply("", "length", 1, 50, None, ("a",) * 50, (sure["a"],) * 50, (sure,) * 50)]) is None
+
+
+def test_an_end_that_is_named_and_never_drawn_is_left_out() -> None:
+    """As llama.cpp names it where nothing may end an answer."""
+    ends = {"": math.log(0.9), "a": math.log(0.09), "b": math.log(0.01)}
+    assert margin_of(ends) == pytest.approx(math.log(9))
+    reply = Reply("", "length", 1, 50, None, ("b",) * 50, (ends["b"],) * 50, (ends,) * 50)
+    assert walk_check([reply]) is None
 
 
 def test_tokens_of_one_text_are_told_by_their_values() -> None:

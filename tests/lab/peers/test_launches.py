@@ -127,7 +127,7 @@ def test_llamacpp_wants_a_gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_two_dialects_ask_and_answer_alike() -> None:
     question = Question([1, 2, 3], tokens=4, seed=7, logprobs=2, exactly=True)
     body = native_body(question)
-    assert (body["n_predict"], body["prompt"], body["n_probs"], body["ignore_eos"]) == (4, [1, 2, 3], 2, True)
+    assert (body["n_predict"], body["prompt"], body["n_probs"], body["ignore_eos"]) == (4, [1, 2, 3], 3, True)
     theirs = {
         "content": " ab", "tokens": [5, 6], "tokens_evaluated": 3, "tokens_predicted": 2, "stop_type": "limit",
         "completion_probabilities": [

@@ -38,7 +38,7 @@ from halfbyte.lab.levels.scores import (
     table_checks,
 )
 from halfbyte.lab.levels.subject import Subject
-from halfbyte.lab.peers.asker import Asker, Question, Reply
+from halfbyte.lab.peers.asker import Asker, Question, Reply, drawable
 from halfbyte.lab.peers.process import PeerProcess
 from halfbyte.lab.result import Check, Result, figure
 from halfbyte.model import load
@@ -360,7 +360,8 @@ def logprob_checks(asker: Asker) -> list[Check]:
     if broken:
         return checks
     too_much = [sum(map(math.exp, top.values())) for top in reply.top]
-    not_best = [p for p, v, top in zip(reply.pieces, reply.logprobs, reply.top) if top and v < max(top.values()) - 1e-3]
+    best = [max(drawable(top).values(), default=-math.inf) for top in reply.top]
+    not_best = [p for p, v, other in zip(reply.pieces, reply.logprobs, best) if v < other - 1e-3]
     largest = max([*too_much, 0.0])
     checks.append(Check("log probabilities are at most 0", max(reply.logprobs) <= 1e-6, max(reply.logprobs), 0.0))
     checks.append(Check("they add up to at most 1", largest <= 1.001, round(largest, 6), 1.001))

@@ -30,6 +30,7 @@ FILTERS: tuple[dict[str, float], ...] = (
 ANSWERS = 3  # to one request
 TIE = 1e-6  # nats
 LIKELY = 0.8  # probability of the best tokens, outside of which a fifth is drawn
+END = -7.0  # nats: an end that is less likely changes nothing
 LEAST_VARIANCE = 5.0  # of a count, for its deviation to mean anything
 
 
@@ -153,9 +154,11 @@ def chi_square(counts: Sequence[int], shares: Sequence[float], draws: int) -> fl
 
 def walk_check(replies: Sequence[Reply]) -> Check | None:
     """Sampled answers at temperature 1, token by token: how often the best one is drawn, and how often one outside of
-    the likeliest. None where the model is too sure for the counts to mean anything."""
+    the likeliest. Places where the answer could have ended are left out: llama.cpp does not draw what would end it
+    (`drawable`). None where the model is too sure for the counts to mean anything."""
     counts = {"the best token": (0, 0.0, 0.0), f"a token outside of the likeliest {LIKELY:.0%}": (0, 0.0, 0.0)}
-    for value, top in ((v, t) for reply in replies for v, t in zip(reply.logprobs, reply.top) if t):
+    places = ((v, t) for reply in replies for v, t in zip(reply.logprobs, reply.top))
+    for value, top in ((v, t) for v, t in places if t and t.get("", -math.inf) < END):
         for name, (drawn, share) in zip(counts, classes_of(value, top)):
             count, mean, variance = counts[name]
             counts[name] = count + drawn, mean + share, variance + share * (1 - share)

@@ -27,7 +27,7 @@ from halfbyte.evals.suite import Suite
 from halfbyte.gates import ACTIVATION_REGIMES, cache_folder, layers_on, parse
 from halfbyte.lab.levels.sampling import TOP, walk_check
 from halfbyte.lab.levels.subject import Subject
-from halfbyte.lab.peers.asker import Asker, Question, Reply
+from halfbyte.lab.peers.asker import Asker, Question, Reply, drawable
 from halfbyte.lab.peers.halfbyte import HalfbytePeer
 from halfbyte.lab.result import Check
 from halfbyte.model import load
@@ -133,7 +133,7 @@ def greedy_gaps(asker: Asker, prompt: Sequence[int], answer: Sequence[int]) -> l
 
 def margin_of(top: Mapping[str, float]) -> float:
     """Nats between the best token and the next; infinite where only one is known."""
-    values = sorted(top.values(), reverse=True)
+    values = sorted(drawable(top).values(), reverse=True)
     return values[0] - values[1] if len(values) > 1 else math.inf
 
 

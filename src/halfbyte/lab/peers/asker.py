@@ -70,6 +70,12 @@ class Reply:
     seconds: float = 0.0
 
 
+def drawable(top: Mapping[str, float]) -> dict[str, float]:
+    """The tokens that may follow where nothing may end an answer. llama.cpp never draws the end then, and names it with
+    its probability all the same, by an empty text."""
+    return {piece: value for piece, value in top.items() if piece}
+
+
 @dataclass(frozen=True)
 class PastRequest:
     """One of the last requests, for diagnostics."""
@@ -279,7 +285,7 @@ def native_body(question: Question) -> dict[str, Any]:
     if question.seed is not None:
         body["seed"] = question.seed
     if question.logprobs is not None:
-        body["n_probs"] = question.logprobs
+        body["n_probs"] = question.logprobs + question.exactly  # one may be the end (`drawable`)
     if question.exactly:
         body["ignore_eos"] = True
     return body
