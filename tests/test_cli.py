@@ -19,7 +19,7 @@ import typer
 
 from halfbyte.cli.app import COMMANDS, MAIN_OPTIONS, PANELS, app, docstring_of
 from halfbyte.cli.conversation import AnswerText
-from halfbyte.cli.generate import Printer
+from halfbyte.cli.generate import LEAST_TIMED, Printer
 from halfbyte.cli.options import Activity
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.python_api import Engine
@@ -531,3 +531,14 @@ def test_serve_refuses_what_would_not_fit_before_it_loads_anything(run: Run, mon
     assert (code, "not enough memory: weights" in err.replace("\n", " ")) == (1, True), err
     code, _, err = run("serve", "--device", "cpu", "--kv-memory", "0.000001")
     assert (code, "holds no page" in err.replace("\n", " ")) == (2, True), err
+
+
+@pytest.mark.parametrize("most", [4, LEAST_TIMED])
+def test_no_speed_is_told_of_a_few_tokens(run: Run, most: int) -> None:
+    """They may have come together: four tokens were told as 24,163 a second."""
+    words = ("generate", "--prompt", "Count from one to a hundred.", "--max-tokens", str(most))
+    code, _, err = run(*words)
+    assert code == 0
+    assert f"{most} generated, finish" in " ".join(err.split())
+    _, out, _ = run(*words, "--json")
+    assert json.loads(out)["tokens_per_second"] is None

@@ -25,6 +25,8 @@ from halfbyte.cli.options import (
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 
+LEAST_TIMED = 16  # tokens after the first that a speed is told of: fewer come almost at once, and the quotient is noise
+
 
 @with_gates
 @with_record("manner", Manner)
@@ -66,7 +68,7 @@ def generate(
     with open_engine(model, device, gates, allow_nan=allow_nan, self_test=self_test) as engine:
         messages = [*opening(check_effort(manner.effort), manner.system), Message.user(text)]
         ids = engine.tokenizer.encode(text) if raw else render_prompt(engine.tokenizer, messages)
-        start, first, tokens = time.perf_counter(), 0.0, []
+        start, first, tokens, with_first = time.perf_counter(), 0.0, [], 0
         parser = Parser(engine.tokenizer)
         plain = Detokenizer(engine.tokenizer, skip_special=True)
         printer = Printer(silent=json, reasoning=reasoning)
@@ -74,7 +76,7 @@ def generate(
         most = None if raw else manner.max_reasoning_tokens
         limit = None if most is None else engine.reasoning_limit(most)
         for delta in deltas(engine.iterate(ids, sampling, reasoning=limit)):
-            first = first or time.perf_counter()
+            first, with_first = first or time.perf_counter(), with_first or len(delta.tokens)
             tokens += delta.tokens
             finish = delta.finish or finish
             printer.take(
@@ -82,7 +84,8 @@ def generate(
             )
         printer.take([AnswerText("content", plain.flush())] if raw else pieces_of(parser.finish()))
         seconds = time.perf_counter() - first
-    speed = (len(tokens) - 1) / seconds if len(tokens) > 1 else 0.0
+    timed = len(tokens) - with_first
+    speed = timed / seconds if timed >= LEAST_TIMED else None
     if json:
         print_json(
             {
@@ -92,7 +95,8 @@ def generate(
         )  # fmt: skip
         return
     out.print()
-    err.print(f"[dim]{len(ids)} prompt tokens, {len(tokens)} generated, {speed:.1f} tokens/s, finish: {finish}[/dim]")
+    rate = "" if speed is None else f", {speed:.1f} tokens/s"
+    err.print(f"[dim]{len(ids)} prompt tokens, {len(tokens)} generated{rate}, finish: {finish}[/dim]")
 
 
 class Printer:
