@@ -1,4 +1,4 @@
-"""The EAGLE-3 head of the embedded model: train it on the target's own greedy outputs, measure acceptance, export it.
+"""The EAGLE-3 head of the embedded model: train it on the target's own greedy outputs, count acceptance, export it.
 
 One Llama layer over [embedding of the next token; fused hidden states of three target layers], no sinks, no window, its
 own small vocabulary. Three draft steps are unrolled in training, each feeding on the one before ("training-time test",
@@ -15,18 +15,22 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import data
+import second_edition
 import torch
 import torch.nn.functional as F
 from network import GptOss, Packed, RMSNorm, dense_masks, rotate
 from optimizer import Optimizer
+from phrasings import Split
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from halfbyte.evals.problem import Problem
 from halfbyte.evals.tasks import MIXTURE, TASKS, group, problem
 from halfbyte.harmony.render import render_prompt
 
@@ -35,6 +39,10 @@ STEPS = 3
 DRAFT_VOCAB = 1024
 THETA = 150000.0
 LENGTH = 1024  # of a packed row; longer conversations are left out
+PART = 1024  # outputs made at once; with a time limit, made until OWN_SHARE of it is over
+OWN_SHARE = 0.4
+CONVERSATIONS = 0.8  # share of the second edition's documents that are conversations, as in its training
+BRANCHES = 3  # prompts of one conversation: they share most of their text
 NAMES = {
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
     "gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "down_proj": "mlp.down_proj",
@@ -122,8 +130,9 @@ class Head(nn.Module):
 
 
 def load_head(folder: Path, c: Any) -> tuple[Head, Tensor]:
-    """(head, target ids of its vocabulary) from a shipped folder."""
-    tensors = load_file(folder / "model.safetensors")
+    """(head, target ids of its vocabulary) from a shipped folder, or from one that a stage wrote."""
+    shipped = folder / "model.safetensors"
+    tensors = load_file(shipped if shipped.exists() else folder / "eagle3.safetensors")
     head = Head(c.hidden, c.heads, c.kv_heads, c.head_dim, 2 * c.hidden, len(tensors["d2t"]), c.norm_eps)
     with torch.no_grad():
         for ours, theirs in NAMES.items():
@@ -136,17 +145,33 @@ def load_head(folder: Path, c: Any) -> tuple[Head, Tensor]:
     return head, tensors["d2t"] + torch.arange(len(tensors["d2t"]))
 
 
+@torch.no_grad()
+def move_vocabulary(head: Head, old_ids: Tensor, new_ids: Tensor, lm_head: Tensor) -> None:
+    """Let the head's rows stand for `new_ids`; a token that it did not have begins as the target's row."""
+    rows = lm_head[new_ids].clone()
+    at = {token: i for i, token in enumerate(old_ids.tolist())}
+    for i, token in enumerate(new_ids.tolist()):
+        if token in at:
+            rows[i] = head.lm_head[at[token]]
+    head.lm_head.copy_(rows)
+
+
 # ---- the target's own outputs -------------------------------------------------------------------
 
 
-def _prompts(job: tuple[str, int, int]) -> list[list[int]]:
-    tokenizer, seed, index = job
+def _prompts(job: tuple[str, int, int, int]) -> list[list[int]]:
+    tokenizer, edition, seed, index = job
     vocabulary = data._vocabulary(tokenizer)
     rng = Random(f"eagle/{seed}/{index}")
     prompts: list[list[int]] = []
-    while len(prompts) < 1024:
-        prompts += [render_prompt(vocabulary, p.prompt()) for p in group(rng, MIXTURE, sentences=(10, 60))]
-    return prompts[:1024]
+    while len(prompts) < PART:
+        if edition == 2 and rng.random() < CONVERSATIONS:
+            problems = second_edition.group(rng, seed, rng.getrandbits(48))
+            problems = rng.sample(problems, min(BRANCHES, len(problems)))
+        else:
+            problems = group(rng, MIXTURE, sentences=(10, 60))
+        prompts += [render_prompt(vocabulary, p.prompt()) for p in problems]
+    return prompts[:PART]
 
 
 def own_outputs(target: GptOss, prompts: list[list[int]], rows: int = 1024) -> list[tuple[list[int], int]]:
@@ -155,7 +180,8 @@ def own_outputs(target: GptOss, prompts: list[list[int]], rows: int = 1024) -> l
     done: list[tuple[list[int], int]] = []
     for i in range(0, len(ordered), rows):
         part = ordered[i : i + rows]
-        done += [(p + c, len(p)) for p, c in zip(part, target.generate(part, 200, quantized=False), strict=True)]
+        replies = target.generate(part, 200, quantized=False, chunk=128)  # scores of many rows are large
+        done += [(p + c, len(p)) for p, c in zip(part, replies, strict=True)]
     return done
 
 
@@ -258,62 +284,82 @@ def acceptance(matches: list[Tensor], batch: Packed) -> tuple[float, list[float]
 
 
 def held_out(target: GptOss, tokenizer: str, per_task: int, device: str, seed: int = 2000) -> Packed:
-    """Conversations of every task but the longest, the replies the target's own."""
+    """Conversations of every task of the first edition but the longest, the replies the target's own."""
+    problems = [problem(t, seed, i) for t in TASKS if t != "needle" for i in range(per_task)]
+    return _answered(target, tokenizer, problems, device)
+
+
+def held_out_conversations(target: GptOss, tokenizer: str, count: int, device: str, seed: int = 2000) -> Packed:
+    """Turns of the second edition's conversations with names that training never has, in as many of them with seen
+    phrasings as with new ones; the replies are the target's own."""
+    wordings: tuple[Split, ...] = ("train", "held-out")
+    problems = [p for wording in wordings for p in second_edition.held_out_problems(wording, seed, count)]
+    return _answered(target, tokenizer, problems, device)
+
+
+def _answered(target: GptOss, tokenizer: str, problems: list[Problem], device: str) -> Packed:
     vocabulary = data._vocabulary(tokenizer)
-    prompts = [
-        render_prompt(vocabulary, problem(t, seed, i).prompt()) for t in TASKS if t != "needle" for i in range(per_task)
-    ]
+    prompts = [render_prompt(vocabulary, p.prompt()) for p in problems]
     return pack(own_outputs(target, prompts, rows=1024 if device == "cuda" else 26), LENGTH, device)
+
+
+def _parts(batch: Packed, rows: int = 16) -> list[Packed]:
+    return [rows_of(batch, i) for i in torch.arange(batch.token.shape[0], device=batch.token.device).split(rows)]
 
 
 @torch.no_grad()
 def head_acceptance(
     head: Head, target: GptOss, batch: Packed, draft_ids: Tensor, dtype: torch.dtype
 ) -> tuple[float, list[float]]:
-    full, _ = dense_masks(batch, target.c.window)
-    taps = run_target(target, batch, draft_ids, dtype).taps
-    drafted = [draft_ids[d.argmax(-1)] for d in head.unroll(taps, target.embed, batch.token, batch.position, full)]
-    return acceptance([d == batch.token.roll(-2 - j, dims=1) for j, d in enumerate(drafted)], batch)
+    matches: list[list[Tensor]] = []
+    for part in _parts(batch):
+        full, _ = dense_masks(part, target.c.window)
+        taps = run_target(target, part, draft_ids, dtype).taps
+        drafted = [draft_ids[d.argmax(-1)] for d in head.unroll(taps, target.embed, part.token, part.position, full)]
+        matches.append([d == part.token.roll(-2 - j, dims=1) for j, d in enumerate(drafted)])
+    return acceptance([torch.cat(of_step) for of_step in zip(*matches, strict=True)], batch)
 
 
 @torch.no_grad()
 def draft_acceptance(draft: GptOss, batch: Packed, dtype: torch.dtype) -> tuple[float, list[float]]:
     """Of a draft model: on the true prefix its guess for t + 2 + j stands at t + 1 + j."""
-    masks = dense_masks(batch, draft.c.window)
-    h, _, _ = draft.hidden(batch.token, batch.position, *masks, dtype=dtype, quantized=False)
-    right = F.linear(h, draft.lm_head.to(dtype)).argmax(-1) == batch.token.roll(-1, dims=1)
-    return acceptance([right.roll(-1 - j, dims=1) for j in range(STEPS)], batch)
+    right: list[Tensor] = []
+    for part in _parts(batch):
+        masks = dense_masks(part, draft.c.window)
+        h, _, _ = draft.hidden(part.token, part.position, *masks, dtype=dtype, quantized=False)
+        right.append(F.linear(h, draft.lm_head.to(dtype)).argmax(-1) == part.token.roll(-1, dims=1))
+    return acceptance([torch.cat(right).roll(-1 - j, dims=1) for j in range(STEPS)], batch)
 
 
-def stage(
-    args: Namespace, source: Path, log: Callable[..., None], device: str, target: GptOss, draft: GptOss | None
-) -> None:
-    """Train the head for `target`, report its acceptance (and the draft model's), write tensors to --out."""
+def stage(args: Namespace, log: Callable[..., None], device: str, target: GptOss) -> None:
+    """Train the head for `target` and write its tensors to --out. With --seconds it takes so long in all."""
     cuda = device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     began = time.time()
+    show = partial(print, file=sys.stderr, flush=True)
     target.requires_grad_(False).round_experts()
-    if draft is not None:
-        draft.round_experts()
-    jobs = [(str(args.tokenizer), args.seed, i) for i in range(max(1, args.own // 1024))]
+    jobs = [(str(args.tokenizer), args.edition, args.seed, i) for i in range(-(-args.own // PART))]
     with multiprocessing.get_context("spawn").Pool(max(1, min(args.workers, len(jobs)))) as pool:
         prompts = [p for part in pool.map(_prompts, jobs) for p in part][: args.own]
-    conversations = own_outputs(target, prompts, rows=1024 if cuda else 32)
-    Random(args.seed).shuffle(conversations)
+    rng = Random(args.seed)
+    rng.shuffle(prompts)
+    conversations: list[tuple[list[int], int]] = []
+    for at in range(0, len(prompts), 2 * PART):
+        if conversations and args.seconds and time.time() - began >= OWN_SHARE * args.seconds:
+            break
+        conversations += own_outputs(target, prompts[at : at + 2 * PART], rows=PART if cuda else 32)
+    rng.shuffle(conversations)
     rows = 16 if cuda else 2
     packed = pack(conversations, LENGTH, device)
-    print(
-        f"{len(conversations)} own outputs, {packed.token.numel()} tokens, {time.time() - began:.0f} s",
-        file=sys.stderr,
-        flush=True,
-    )
+    show(f"{len(conversations)} own outputs, {packed.token.numel()} tokens, {time.time() - began:.0f} s")
     c = target.c
+    counts = torch.bincount(packed.target[packed.weight == 2], minlength=c.vocab)
+    draft_ids = counts.topk(DRAFT_VOCAB).indices.sort().values
     if args.head:
-        head, draft_ids = load_head(args.head, c)
-        head, draft_ids = head.to(device), draft_ids.to(device)
+        head, old_ids = load_head(args.head, c)
+        head = head.to(device)
+        move_vocabulary(head, old_ids, draft_ids, target.lm_head)
     else:
-        counts = torch.bincount(packed.target[packed.weight == 2], minlength=c.vocab)
-        draft_ids = counts.topk(DRAFT_VOCAB).indices.sort().values
         head = Head(c.hidden, c.heads, c.kv_heads, c.head_dim, 2 * c.hidden, DRAFT_VOCAB, c.norm_eps).to(device)
     to_draft = torch.full((c.vocab,), -1, device=device)
     to_draft[draft_ids] = torch.arange(DRAFT_VOCAB, device=device)
@@ -323,12 +369,16 @@ def stage(
     ]
     outputs = TargetOutputs(torch.cat([s.taps for s in parts]), torch.cat([s.teacher for s in parts]))
     del parts
-    print(f"target seen, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
-    gentle = 0.25 if args.head else 1.0
+    show(f"target seen, {time.time() - began:.0f} s")
+    gentle = 0.25 if args.head and args.edition == 1 else 1.0  # a head of the first edition is far from the second's
     optimizer = Optimizer(head, muon=0.02 * gentle, adam=2e-3 * gentle, decay=0.03)
     generator = torch.Generator().manual_seed(args.seed)
     order = torch.empty(0, dtype=torch.long)
+    learning = time.time()
     for step in range(args.steps):
+        progress = step / args.steps
+        if args.seconds:
+            progress = (time.time() - learning) / max(1e-9, began + args.seconds - learning)
         if len(order) < rows:
             order = torch.randperm(packed.token.shape[0], generator=generator)
         index, order = order[:rows].to(device), order[rows:]
@@ -338,30 +388,19 @@ def stage(
             head, target.embed, batch, full, TargetOutputs(outputs.taps[index], outputs.teacher[index]), to_draft
         )
         loss.backward()
-        left = (args.steps - step) / args.steps
-        optimizer.step(min(1.0, (step + 1) / min(30, 1 + args.steps // 8), max(0.03, left / 0.6)))
+        optimizer.step(min(1.0, (step + 1) / min(30, 1 + args.steps // 8), max(0.03, (1.0 - progress) / 0.6)))
         optimizer.zero()
-        if step % (100 if cuda else 10) == 0 or step == args.steps - 1:
+        last = step == args.steps - 1 or (args.seconds and progress >= 1.0)
+        if step % (100 if cuda else 10) == 0 or last:
             log(stage="eagle", step=step, loss=round(float(loss.detach()), 4), seconds=round(time.time() - began, 1))
-            print(
-                f"eagle {step}/{args.steps} loss {float(loss.detach()):.4f} {time.time() - began:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            show(f"eagle {step} loss {float(loss.detach()):.4f} {time.time() - began:.0f} s")
+        if last:
+            break
     with torch.no_grad():
         for p in head.parameters():
             p.copy_(p.bfloat16().float())
     args.out.mkdir(parents=True, exist_ok=True)
     save_file(head.tensors(draft_ids, c.vocab), args.out / "eagle3.safetensors")
-    if args.per_task == 0:
-        return
-    test = held_out(target, str(args.tokenizer), args.per_task, device)
-    result: dict[str, Any] = {"drafted": STEPS, "problems": args.per_task * (len(TASKS) - 1)}
-    result["eagle3"] = head_acceptance(head, target, test, draft_ids, dtype)
-    if draft is not None:
-        result["draft model"] = draft_acceptance(draft, test, dtype)
-    print(f"acceptance {json.dumps(result)}", file=sys.stderr, flush=True)
-    (args.out / "acceptance.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def config(c: Any) -> dict[str, Any]:

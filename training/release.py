@@ -14,23 +14,25 @@ from pathlib import Path
 
 import checkpoint
 import eagle
+import vocabulary
 from network import GptOss
-from train import DRAFT, SECOND, TINY
+from train import DRAFT, SECOND, SECOND_DRAFT, TINY
 
 from halfbyte.model.config import ModelConfig
 
 
-def release(source: Path, models: Path, target: ModelConfig | None = None) -> list[Path]:
-    """`target`: the network that the weights are of; None: the first edition."""
+def release(source: Path, models: Path, target: ModelConfig | None = None, small: ModelConfig = DRAFT) -> list[Path]:
+    """`target`: the network that the weights are of; None: the first edition. `small`: that of the draft model."""
     written, target = [], target or TINY
     if any(source.glob("weights-*.safetensors")):
         model = GptOss(target)
         checkpoint.load_weights(model, source)
         checkpoint.export(model, models / "tiny")
+        vocabulary.save_config(models / "tiny", target.max_context)
         written.append(models / "tiny")
     draft = source / "draft-weights.safetensors"
     if draft.exists():
-        model = GptOss(DRAFT)
+        model = GptOss(small)
         with tempfile.TemporaryDirectory() as folder:
             shutil.copy(draft, Path(folder) / "weights-0.safetensors")
             checkpoint.load_weights(model, Path(folder))
@@ -52,7 +54,8 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=Path("models"))
     parser.add_argument("--edition", type=int, choices=[1, 2], default=1, help="whose network the weights are of")
     args = parser.parse_args()
-    for folder in release(args.source, args.models, SECOND if args.edition == 2 else TINY):
+    networks = (SECOND, SECOND_DRAFT) if args.edition == 2 else (TINY, DRAFT)
+    for folder in release(args.source, args.models, *networks):
         size = sum(f.stat().st_size for f in folder.iterdir())
         print(f"{folder}: {size / 1e6:.1f} MB")
 

@@ -52,6 +52,7 @@ DRAFT = TINY.with_(
     name="tiny-draft",
     layer_kinds=(),
 )
+SECOND_DRAFT = DRAFT.with_(max_context=SECOND.max_context, yarn=SECOND.yarn)
 MICRO = TINY.with_(
     layers=8, hidden=64, intermediate=32, experts=8, heads=4, kv_heads=2, head_dim=32, name="micro", layer_kinds=()
 )
@@ -190,10 +191,14 @@ def main() -> None:
     parser.add_argument("--stage", required=True, choices=STAGES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--seconds", type=float, default=0.0, help="stage second: how long it trains; 0: --steps")
     parser.add_argument(
-        "--edition", type=int, choices=[1, 2], default=1, help="stage evaluate: whose weights these are"
-    )
+        "--seconds", type=float, default=0.0,
+        help="stages second and draft: how long it trains; eagle: how long it takes in all; 0: --steps",
+    )  # fmt: skip
+    parser.add_argument(
+        "--edition", type=int, choices=[1, 2], default=1,
+        help="stages eagle, draft and evaluate: whose network and data; the second's draft model begins as --weights",
+    )  # fmt: skip
     parser.add_argument("--conversations", type=int, default=400, help="held-out conversations of each kind, edition 2")
     parser.add_argument("--out", type=Path, default=Path("out/training"), help="where weights and the log go")
     parser.add_argument("--weights", type=Path, help="folder with saved weights to start from (default: --out)")
@@ -209,7 +214,6 @@ def main() -> None:
         "--own", type=int, default=24576, help="how many of the target's own outputs the head learns from"
     )
     parser.add_argument("--head", type=Path, help="stage eagle: go on from this shipped head instead of from nothing")
-    parser.add_argument("--draft-weights", type=Path, help="stage eagle: also measure this draft model")
     args = parser.parse_args()
     if args.stage == "vocabulary":
         vocabulary.save(vocabulary.train(TINY.vocab, args.seed), args.tokenizer.parent, TINY.max_context)
@@ -219,25 +223,24 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     log = Log(args.out / "log.jsonl")
     source = args.weights or args.out
-    if args.stage == "eagle":
-        target = GptOss(TINY if not args.micro else MICRO).to(device)
-        checkpoint.load_weights(target, source)
-        draft = None
-        if args.draft_weights:
-            draft = GptOss(DRAFT).to(device).requires_grad_(False)
-            checkpoint.load_weights(draft, args.draft_weights)
-        eagle.stage(args, source, log, device, target, draft)
-        return
     second = args.stage == "second" or args.edition == 2
-    config = DRAFT if args.stage == "draft" else MICRO if args.micro else SECOND if second else TINY
+    config = SECOND if second else TINY
+    if args.stage == "draft":
+        config = SECOND_DRAFT if second else DRAFT
+    elif args.micro:
+        config = MICRO
     model = GptOss(config).to(device)
+    if args.stage == "eagle":
+        checkpoint.load_weights(model, source)
+        eagle.stage(args, log, device, model)
+        return
     plan = Plan(args.steps)
     if args.micro:
         plan = replace(plan, rows=2, length=1024, warmup=20)
     if args.stage == "more":
         checkpoint.load_weights(model, source)
         plan = replace(plan, warmup=30, quantize_from=0.0, decay_from=0.4, prompt_weight=0.0)
-    if args.stage == "second":
+    if args.stage in ("second", "draft") and second:
         checkpoint.load_weights(model, source)
         plan = replace(plan, seconds=args.seconds, quantize_from=0.0, decay_from=0.3, prompt_weight=0.05, floor=0.01)
         if not args.micro:
@@ -256,7 +259,7 @@ def main() -> None:
         recipes = recipes_for(plan, args.seed, args.tokenizer, args.stage, rows)
         if args.stage == "more":
             recipes = more_recipes(plan, args.seed, args.tokenizer, rows)
-        if args.stage == "second":
+        if second:
             recipes = second_recipes(plan, args.seed, args.tokenizer, 16 if args.micro else 8)
         fit(model, plan, recipes, log,
             workers=args.workers, device=device,
@@ -264,7 +267,7 @@ def main() -> None:
             save_seconds=60.0 if plan.seconds else 0.0)  # fmt: skip
         checkpoint.save_weights(model, args.out)
         checkpoint.load_weights(model, args.out)  # judge what was saved, rounded to bf16
-    if second and args.conversations:
+    if second and args.stage != "draft" and args.conversations:
         evaluate.judge_second(
             model, args.tokenizer, args.conversations, args.per_task, args.out / "second.json",
             seed=args.held_out, micro=args.micro,

@@ -60,6 +60,10 @@ def train(size: int, seed: int, groups: int = 4000) -> Tokenizer:
 def save(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+    save_config(folder, context)
+
+
+def save_config(folder: Path, context: int) -> None:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|startoftext|>",

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,11 +32,11 @@ def reproduce(out: Path, **settings: str) -> str:
     return done.stdout
 
 
-def logged(out: Path, name: str) -> dict[str, object]:
+def logged(out: Path, name: str) -> dict[str, Any]:
     with tarfile.open(out / "logs.tgz") as logs:
         file = logs.extractfile(name)
         assert file is not None
-        content: dict[str, object] = json.loads(file.read())
+        content: dict[str, Any] = json.loads(file.read())
         return content
 
 
@@ -50,7 +51,7 @@ def test_every_stage_runs_and_goes_on_from_what_was_released(tmp_path: Path, mon
     runs = logged(first, "more/evaluation.json")["runs"]
     assert isinstance(runs, dict)
     assert {"bf16 parent", "mxfp4", "sinks off", "yarn off", "window dropped"} < set(runs)
-    assert logged(first, "eagle/acceptance.json")["draft model"]
+    assert measured(logged(first, "accepted/acceptance.json")) == ["eagle3", "draft"]
     unseen = logged(first, "unseen/evaluation.json")["runs"]
     assert isinstance(unseen, dict)
     assert unseen["mxfp4"]["seed"] == 4242
@@ -68,8 +69,41 @@ def test_every_stage_runs_and_goes_on_from_what_was_released(tmp_path: Path, mon
     reproduce(second, FROM=str(models))
     assert not (second / "draft-weights.safetensors").exists()
     assert (second / "weights-0.safetensors").read_bytes() != (first / "weights-0.safetensors").read_bytes()
-    assert logged(second, "eagle/acceptance.json")["eagle3"]
-    assert reproduce(second, FROM=str(models)).count("is done") == 3  # more, eagle, unseen: nothing runs twice
+    assert measured(logged(second, "accepted/acceptance.json")) == ["eagle3", "draft"]
+    assert (
+        reproduce(second, FROM=str(models)).count("is done") == 4
+    )  # more, eagle, accepted, unseen: nothing runs twice
+
+
+@pytest.mark.slow
+def test_the_second_edition_trains_its_network_then_the_head_and_the_draft_model_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "training"))
+    import release
+    from train import MICRO, SECOND_DRAFT
+
+    out, models = tmp_path / "out", tmp_path / "models"
+    reproduce(out, EDITION="2", DO="network speculation")
+    assert (out / "second.json.gz").exists()
+    assert measured(json.loads((out / "acceptance.json").read_text())) == ["eagle3", "draft"]
+    assert json.loads((out / "eagle-log.jsonl").read_text().splitlines()[-1])["stage"] == "eagle"
+    (models / "tiny").mkdir(parents=True)
+    shutil.copy(ROOT / "models" / "tiny" / "tokenizer.json", models / "tiny")
+    target = MICRO.with_(max_context=32768)
+    assert [f.name for f in release.release(out, models, target, SECOND_DRAFT)] == ["tiny", "tiny-draft", "tiny-eagle3"]
+    for name in ("tiny", "tiny-draft"):
+        assert json.loads((models / name / "tokenizer_config.json").read_text())["model_max_length"] == 32768
+        assert json.loads((models / name / "config.json").read_text())["max_position_embeddings"] == 32768
+    plain = answer(models)
+    assert answer(models, speculate="draft", draft=str(models / "tiny-draft")) == plain
+    assert answer(models, speculate="eagle3", draft=str(models / "tiny-eagle3")) == plain
+
+
+def measured(receipt: dict[str, Any]) -> list[str]:
+    """What a receipt of acceptance is of."""
+    assert all(r["figures"][0]["value"] >= 1.0 for r in receipt["results"])
+    return [r["cell"]["path"] for r in receipt["results"]]
 
 
 def answer(models: Path, speculate: str = "off", draft: str | None = None) -> list[int]:
