@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfbyte import Engine
+from halfbyte.engine.python_api import ChatMessage
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,3 +35,12 @@ def test_the_embedded_model_answers_what_the_page_suggests() -> None:
     with Engine() as engine:
         for question in questions:
             assert engine.chat(question).text.startswith(right[question])
+        for first in range(len(questions)):  # all of them in one conversation, each once in front
+            asked = questions[first:] + questions[:first]
+            for order in (asked, asked[::-1]):
+                messages: list[ChatMessage] = []
+                for question in order:
+                    messages.append({"role": "user", "content": question})
+                    answer = engine.chat(messages).text
+                    assert answer.startswith(right[question]), messages
+                    messages.append({"role": "assistant", "content": answer})

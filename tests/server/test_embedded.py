@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
@@ -14,9 +15,11 @@ import torch
 from live_server import Live
 
 from halfbyte import Engine
+from halfbyte.cli import demo
 from halfbyte.engine.offered_functions import offered_recipient
 from halfbyte.engine.request import Constraint, Request, SamplingParams
 from halfbyte.evals import calling, reading
+from halfbyte.evals.words import invented
 from halfbyte.model.load import EMBEDDED
 from halfbyte.server.answer.tools import Function
 from halfbyte.server.settings import ServerSettings
@@ -44,6 +47,20 @@ def chat(live: Live, messages: Any, **more: Any) -> Any:
         messages = [{"role": "user", "content": messages}]
     body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 400, **more}
     return live.openai().chat.completions.create(**body)
+
+
+def test_the_demo_has_a_conversation_and_calls_a_function_for_any_day(
+    live: Live, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for day in range(8):
+        city = invented(Random(f"2027-03-{day:02d}"))
+        demo.converse(live.url, city)
+        shown = capsys.readouterr().out
+        assert re.findall(r"^assistant  (.*)$", shown, re.M) == [
+            "17 + 25 = 42.", "42 + 3 = 45.", f"In {city} it is sunny and 21 degrees.",
+        ]  # fmt: skip
+        (call,) = re.findall(r"^call +(\w+) (.*)$", shown, re.M)
+        assert (call[0], json.loads(call[1])) == ("get_weather", {"city": city})
 
 
 def test_reasoning_that_never_ends_is_ended_and_answered(live: Live) -> None:
@@ -150,6 +167,7 @@ def test_a_required_tool_needs_no_limit(live: Live, shop: Any) -> None:
         tool_choice={"type": "any"},
         extra_body={"temperature": 0},
         max_tokens=live.source.info.max_context,
+        timeout=600,
     )
     assert message.stop_reason == "tool_use"
     assert message.content[-1].name in names
@@ -179,14 +197,16 @@ def test_only_offered_tools_are_called(live: Live, shop: Any) -> None:
 
 @pytest.mark.parametrize("form", ["text", "json_object", "json_schema"])
 def test_only_offered_tools_are_called_whatever_the_answer_must_look_like(live: Live, form: str) -> None:
-    """Asked for a function that is not there, this model calls it unless it is bound."""
-    others = [{"name": "book_table", "description": "Book a table.", "parameters": {"type": "object"}}]
-    question = "Call the function get_weather for Rome."
+    """Such a name this model writes too short unless it is bound, as its thoughts show."""
+    name = "getWeatherGetWeatherGetWeather"
+    weather = {**demo.WEATHER, "name": name}
     schema = {"json_schema": {"name": "thing", "schema": {"type": "object"}}} if form == "json_schema" else {}
-    tools = [{"type": "function", "function": f} for f in others]
+    tools = [{"type": "function", "function": weather}]
+    question = "What is the weather in Rome?"
     choice = chat(live, question, tools=tools, response_format={"type": form, **schema}).choices[0]
-    called = [call.function.name for call in choice.message.tool_calls or ()]
-    assert set(called) == {"book_table"}
+    assert name not in choice.message.reasoning_content
+    assert "I call getWeather" in choice.message.reasoning_content
+    assert [call.function.name for call in choice.message.tool_calls or ()] == [name]
 
 
 def test_responses_with_previous_id(live: Live, shop: Any) -> None:

@@ -9,14 +9,23 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import typer
 
 from halfbyte.errors import EngineError
+from halfbyte.evals.words import invented
 from halfbyte.lab.child import start_child
 
-QUESTIONS = ("What is 17 + 25?", "Sort these numbers from smallest to largest: 31, 4, 15.")
+QUESTIONS = ("What is 17 + 25?", "And plus 3?")  # one conversation
+WEATHER = {
+    "name": "get_weather",
+    "description": "Get the weather in a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
 HALFBYTE = (sys.executable, "-m", "halfbyte")
 
 
@@ -34,14 +43,18 @@ def wait_for_url(server: subprocess.Popen[str]) -> str:
     raise EngineError("the server stopped before it was ready; run `halfbyte serve` to see why.")
 
 
-def ask(url: str, question: str) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": question}], "temperature": 0}
+def ask(url: str, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+    """The assistant's message to a conversation, printed while it comes."""
+    body: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
+    if tools:
+        body["tools"] = [{"type": "function", "function": function} for function in tools]
     import httpx
 
     start, first, tokens = time.perf_counter(), 0.0, 0
-    print(f"\nuser       {question}\nreasoning  ", end="", flush=True)
-    answering = False
+    role, said = messages[-1]["role"], messages[-1]["content"]
+    print(f"\n{role:10} {said}\nreasoning  ", end="", flush=True)
+    answer: dict[str, Any] = {"role": "assistant", "content": ""}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as reply:
         reply.raise_for_status()
         for line in reply.iter_lines():
@@ -50,15 +63,44 @@ def ask(url: str, question: str) -> None:
             chunk = json.loads(line[6:])
             first = first or time.perf_counter()
             for choice in chunk["choices"]:
-                if choice["delta"].get("content") and not answering:
-                    answering = True
-                    print("\nassistant  ", end="")
-                text = choice["delta"].get("reasoning") or choice["delta"].get("content") or ""
-                print(text, end="", flush=True)
+                print(_add(answer, choice["delta"]), end="", flush=True)
             if chunk.get("usage"):
                 tokens = chunk["usage"]["completion_tokens"]
     seconds = time.perf_counter() - start
     print(f"\n           ({tokens} tokens in {seconds:.1f} s, first after {1000 * (first - start):.0f} ms)")
+    return answer
+
+
+def _add(answer: dict[str, Any], delta: dict[str, Any]) -> str:
+    """Add a part of a stream to the message; what to print of it."""
+    shown = delta.get("reasoning") or ""
+    if text := delta.get("content"):
+        shown += text if answer["content"] else f"\nassistant  {text}"
+        answer["content"] += text
+    for part in delta.get("tool_calls") or ():
+        calls = answer.setdefault("tool_calls", [])
+        if part["index"] == len(calls):
+            calls.append({"id": part["id"], "type": "function", "function": {"name": "", "arguments": ""}})
+            shown += "\ncall       "
+        for name, text in part["function"].items():
+            calls[part["index"]]["function"][name] += text
+            shown += f"{text} " if name == "name" else text
+    return shown
+
+
+def converse(url: str, city: str) -> None:
+    """Two turns of a conversation; then a question about a city that answers through a function, and its result."""
+    messages: list[dict[str, Any]] = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        messages.append(ask(url, messages))
+    say(f"asking with a function at hand ({WEATHER['name']}), about a city that was made up today")
+    messages = [{"role": "user", "content": f"What is the weather in {city}?"}]
+    messages.append(ask(url, messages, (WEATHER,)))
+    for call in messages[-1].get("tool_calls", ()):
+        content = json.dumps({"temperature": 21, "sky": "sunny"})
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+        ask(url, messages, (WEATHER,))
 
 
 def shell_command() -> str:
@@ -80,8 +122,7 @@ def demo() -> None:
     try:
         url = wait_for_url(server)
         say("asking it, as any OpenAI client would")
-        for question in QUESTIONS:
-            ask(url, question)
+        converse(url, invented(Random(date.today().isoformat())))
     finally:
         server.send_signal(signal.SIGTERM)
         code = server.wait(30)
