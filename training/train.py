@@ -268,16 +268,16 @@ def main() -> None:
         checkpoint.save_weights(model, args.out)
         checkpoint.load_weights(model, args.out)  # judge what was saved, rounded to bf16
     if second and args.stage != "draft" and args.conversations:
-        evaluate.judge_second(
+        reports = evaluate.judge_second(
             model, args.tokenizer, args.conversations, args.per_task, args.out / "second.json",
             seed=args.held_out, micro=args.micro,
         )  # fmt: skip
+    elif args.per_task == 0:
         return
-    if args.per_task == 0:
-        return
-    reports = evaluate.judge(
-        model, args.tokenizer, args.per_task, ablations=args.ablations, seed=args.held_out, micro=args.micro
-    )
+    else:
+        reports = evaluate.judge(
+            model, args.tokenizer, args.per_task, ablations=args.ablations, seed=args.held_out, micro=args.micro
+        )
     dtype = "bfloat16" if device == "cuda" else "float32"
     results = [
         accuracy_result(

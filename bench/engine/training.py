@@ -9,8 +9,15 @@ command = commands(__name__)
 
 command(
     "eval-trained", "python training/train.py --stage evaluate", seconds=7200, receipt=False, routine=False,
-    rows=(Row("embedded model, 4200 problems of an unseen seed: mean", "accuracy", "mean", path="training's network",
-              model="tiny", shape={"seed": 4242}),),
+    rows=(
+        Row("embedded model: natural questions, right", "accuracy", "mean", path="training's network", model="tiny",
+            shape={"run": "natural"}),
+        Row("embedded model: conversations with unseen names, seen / new phrasings", "accuracy", "mean",
+            path="training's network", model="tiny", shape={"seed": 4242}, over="run",
+            values=("conversations, seen phrasings, new names", "conversations, new phrasings, new names")),
+        Row("embedded model: the first edition's tasks, an unseen seed", "accuracy", "mean",
+            path="training's network", model="tiny", shape={"seed": 4242, "run": "first edition's tasks"}),
+    ),
 )  # fmt: skip
 command(
     "eval-cpu", "halfbyte eval --seed 31415 --per-task 40 --device cpu", seconds=3600,
