@@ -25,6 +25,11 @@ command(
               shape={"seed": 31415}, command="halfbyte eval --seed 31415 --per-task 40"),),
 )  # fmt: skip
 command(
+    "eval-natural", "halfbyte eval --suite natural --device cpu", seconds=120,
+    rows=(Row("embedded model through the engine on a CPU: natural questions, right", "accuracy", "mean", model="tiny",
+              path="engine", shape={"suite": "natural"}, command="halfbyte eval --suite natural"),),
+)  # fmt: skip
+command(
     "acceptance", "python training/acceptance.py", seconds=7200, receipt=False, routine=False,
     rows=(Row("tokens per verification, EAGLE-3 / draft model", "acceptance", "tokens_per_verification", model="tiny",
               shape={"conversations": 156}, over="path", values=("eagle3", "draft")),),
