@@ -18,6 +18,7 @@ from random import Random
 from typing import Any
 
 import torch
+from second_edition import held_out_problems
 from torch import Tensor
 
 from halfbyte.evals.problem import Frame, Problem
@@ -85,11 +86,13 @@ class Cost:
         return Result(cell, figures, detail={"problems": self.of, "tokens": self.tokens})
 
 
-def conversations(tok: Tokenizer, per_task: int, seed: int) -> list[tuple[list[int], int]]:
-    """(conversation, length of its prompt) of `per_task` problems of every task."""
+def conversations(tok: Tokenizer, per_task: int, seed: int, turns: int = 0) -> list[tuple[list[int], int]]:
+    """(conversation, length of its prompt) of `per_task` problems of every task of the first edition, and of `turns`
+    turns of the second edition's conversations, in phrasings that training has, with names that it has not."""
     suite = Suite("tiny", seed, per_task, [t for t in TASKS if t != "needle"])
     problems: list[Problem] = [p for each in suite.problems.values() for p in each]
     problems += [needle(Random(f"costs/{seed}/{i}"), Frame(), NEEDLE) for i in range(per_task)]
+    problems += held_out_problems("train", seed, turns)[:turns]  # a conversation has one turn at least
     out = []
     for p in problems:
         whole, _ = render_training_example(tok, p.worked())
@@ -155,6 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a model folder (default: the embedded model)")
     parser.add_argument("--per-task", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=84, help="turns of the second edition's conversations")
     parser.add_argument("--seed", type=int, default=3000)
     parser.add_argument("--only", default="", help="formats whose name holds this text (the shipped form always runs)")
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -162,7 +166,7 @@ def main() -> None:
     torch.set_num_threads(1)  # a network this small is slower on more
     name = load.resolve_model(args.model)
     weights = receipts.weights(name.path) if name.path else {}
-    samples = conversations(load.tokenizer_of(name), args.per_task, args.seed)
+    samples = conversations(load.tokenizer_of(name), args.per_task, args.seed, args.turns)
     base: list[Tensor] = []
     done: list[Cost] = []
     print("| format | replies right | KL, nats a token | same first choice |\n|---|---|---|---|")

@@ -1,4 +1,4 @@
-"""Score a network in training on the held-out suite: its bf16 parent, as shipped, and broken in four ways.
+"""Score a network in training on the held-out suite: its bf16 parent, as shipped, and broken on purpose.
 
 `judge` decodes greedily and wants a GPU. `python training/evaluate.py --weights FOLDER` prints the same table on any
 machine, teacher-forced: a reply counts as right where every token of the worked one is the network's first choice.
@@ -32,6 +32,9 @@ ABLATIONS = {
     "yarn off": Ablation(yarn=False),
     "window dropped": Ablation(window=False),
     "experts 0 and 1 swapped": Ablation(swap_experts=(0, 1)),
+    "gate and up swapped": Ablation(swap_gate_up=True),
+    "rope base 10 % off": Ablation(rope_base=1.1),
+    "rope base 1 % off": Ablation(rope_base=1.01),
 }
 BREAKS = ("arithmetic", "lists", "repeat", "reading", "needle", "extract", "tool_call")  # tasks that show it
 NEEDLE = (60, 70)  # sentences of a haystack when teacher-forced: 600 tokens, past window and original context
@@ -139,26 +142,30 @@ def forced(model: GptOss, tok: Tokenizer, suite: Suite, ablation: Ablation) -> d
 
 
 def short_suite(seed: int, per_task: int, tasks: Sequence[str]) -> Suite:
+    """Problems of the first edition, with short haystacks, and turns of the second edition's conversations."""
     suite = Suite("tiny", seed, per_task, [t for t in tasks if t != "needle"])
     if "needle" in tasks:
         suite.problems["needle"] = [needle(Random(f"forced/{seed}/{i}"), Frame(), NEEDLE) for i in range(per_task)]
+    turns = held_out_problems("train", seed, per_task)  # one conversation has one turn at least
+    suite.problems["turns"] = [turns[i * len(turns) // per_task] for i in range(per_task)]
     return suite
 
 
 def main() -> None:
-    from train import TINY
+    from train import SECOND, TINY
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--weights", type=Path, default=Path("models/tiny"), help="of a stage (with parent), or shipped"
     )
     parser.add_argument("--tokenizer", type=Path, default=Path("models/tiny/tokenizer.json"))
+    parser.add_argument("--edition", type=int, choices=[1, 2], default=2, help="whose weights these are")
     parser.add_argument("--per-task", type=int, default=40)
     parser.add_argument("--seed", type=int, default=5000)
     parser.add_argument("--only", help="bf16 parent, mxfp4, or the name of an ablation")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    tok, model = Tokenizer.from_file(args.tokenizer), GptOss(TINY)
+    tok, model = Tokenizer.from_file(args.tokenizer), GptOss(SECOND if args.edition == 2 else TINY)
     checkpoint.load_weights(model, args.weights)
     for name, ablation in ({"bf16 parent": Ablation(), "mxfp4": Ablation()} | ABLATIONS).items():
         if name != "bf16 parent":

@@ -30,6 +30,8 @@ class Ablation:
     yarn: bool = True
     window: bool = True
     swap_experts: tuple[int, int] | None = None  # in every layer, the router left as it is
+    swap_gate_up: bool = False
+    rope_base: float = 1.0  # times what it should be
 
 
 WHOLE = Ablation()
@@ -111,7 +113,7 @@ class Layer(nn.Module):
         q, k, v = self.qkv(x, cos, sin)
         return self.mlp(self.attend_out(x, packed_attention(q, k, v, mask, self.sinks)), quantized)
 
-    def mlp(self, x: Tensor, quantized: bool | Tensor, swap: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+    def mlp(self, x: Tensor, quantized: bool | Tensor, ablation: Ablation = WHOLE) -> tuple[Tensor, Tensor]:
         """(residual after the experts, load-balancing loss)."""
         B, T, H = x.shape
         E, I, limit = self.c.experts, self.c.intermediate, self.c.swiglu_limit
@@ -124,7 +126,9 @@ class Layer(nn.Module):
         gate_b, up_b, down_b = self.gate_bias, self.up_bias, self.down_bias
         if quantized is not False:
             gate_w, up_w, down_w = (fakequant.straight(w, quantized) for w in (gate_w, up_w, down_w))
-        if swap is not None:
+        if ablation.swap_gate_up:
+            gate_w, up_w, gate_b, up_b = up_w, gate_w, up_b, gate_b
+        if swap := ablation.swap_experts:
             order = list(range(E))
             order[swap[0]], order[swap[1]] = swap[1], swap[0]
             gate_w, up_w, down_w, gate_b, up_b, down_b = (
@@ -172,18 +176,21 @@ class GptOss(nn.Module):
         self.layers = nn.ModuleList(Layer(c, i) for i in range(c.layers))
         self.norm = RMSNorm(c.hidden, c.norm_eps)
         self.lm_head = nn.Parameter(torch.randn(c.vocab, c.hidden) * 0.02)
-        y = c.yarn
-        inverse, self.temperature = yarn_frequencies(
-            c.head_dim, c.rope_theta, y.factor, y.original_context, y.beta_fast, y.beta_slow, y.truncate
-        )
+        inverse, self.temperature = self._frequencies(WHOLE)
         self.register_buffer("inverse", inverse, persistent=False)
-        plain, _ = yarn_frequencies(c.head_dim, c.rope_theta, 1.0, 1, 1, 1, False)
-        self.register_buffer("plain", plain, persistent=False)
 
-    def angles(self, position: Tensor, yarn: bool = True) -> tuple[Tensor, Tensor]:
+    def _frequencies(self, ablation: Ablation) -> tuple[Tensor, float]:
+        c, y, base = self.c, self.c.yarn, self.c.rope_theta * ablation.rope_base
+        if not ablation.yarn:
+            return yarn_frequencies(c.head_dim, base, 1.0, 1, 1, 1, False)[0], 1.0
+        return yarn_frequencies(c.head_dim, base, y.factor, y.original_context, y.beta_fast, y.beta_slow, y.truncate)
+
+    def angles(self, position: Tensor, ablation: Ablation = WHOLE) -> tuple[Tensor, Tensor]:
         """cos, sin [B, 1, T, D/2]."""
-        angle = position.float()[:, None, :, None] * (self.inverse if yarn else self.plain)
-        scale = self.temperature if yarn else 1.0
+        inverse, scale = self.inverse, self.temperature
+        if (ablation.yarn, ablation.rope_base) != (True, 1.0):
+            inverse, scale = self._frequencies(ablation)
+        angle = position.float()[:, None, :, None] * inverse.to(position.device)
         return angle.cos() * scale, angle.sin() * scale
 
     # ---- training -------------------------------------------------------------------------------
@@ -215,7 +222,7 @@ class GptOss(nn.Module):
         slots to look at.
         """
         c = self.c
-        cos, sin = self.angles(position, ablation.yarn)
+        cos, sin = self.angles(position, ablation)
         x, tapped = F.embedding(token, self.embed).to(dtype), []
         slots = torch.arange(span or cache[0][0].shape[2], device=token.device)
         seen = slots[None, None, :] <= position[:, :, None]
@@ -230,7 +237,7 @@ class GptOss(nn.Module):
             mask = near if layer.sliding and ablation.window else seen
             sinks = layer.sinks if ablation.sinks else None
             x = layer.attend_out(x, attend(q, K, V, mask[:, None], sinks))
-            x, _ = layer.mlp(x, quantized, ablation.swap_experts)
+            x, _ = layer.mlp(x, quantized, ablation)
             if i in taps:
                 tapped.append(x)
         return x, tapped

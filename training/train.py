@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument(
         "--micro", action="store_true", help="a network small enough to train on a CPU, to try the code"
     )
-    parser.add_argument("--ablations", action="store_true", help="also judge the bf16 parent and four broken variants")
+    parser.add_argument("--ablations", action="store_true", help="also judge the bf16 parent and the broken variants")
     parser.add_argument(
         "--own", type=int, default=24576, help="how many of the target's own outputs the head learns from"
     )
