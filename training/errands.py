@@ -12,8 +12,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from remarks import Remarks
+from lives import Lives
 from turns import COMMON, Turn
+from wordings import expand
 
 from halfbyte.evals import words
 from halfbyte.evals.grading import Grade
@@ -79,6 +80,45 @@ ERRANDS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("paint", "wall", "Paint a wall in a colour.", ("Paint the wall of the {room} {colour}.", "I want a {colour} wall in the {room}.", "Make the {room} wall {colour}.", "The {room} should be {colour}.")),
     ("switch", "light", "Switch a light on or off.", ("Turn {switch} the light in the {room}.", "Light {switch} in the {room}.", "Switch the {room} light {switch}.", "The light in the {room} should be {switch}.")),
     ("invite", "person", "Invite someone to an event.", ("Invite {person} to {title}.", "{person} should come to {title}.", "Ask {person} to come to {title}.", "Send {person} an invitation to {title}.")),
+)  # fmt: skip
+# Training alone has these: their wordings and descriptions are rules of the grammar in `wordings.py`.
+MORE_ERRANDS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("track", "parcel", "[Track|Find|Look up|Locate] [a parcel|a package|where a parcel is|a shipment][| by its number].", ("[Where is|Where's|What about|Track|Follow|Locate] [|my |the ]{code}[, the parcel|, my package|][?|.]", "[Where is|Where's|When comes|When will I get|Has someone seen|What happened to|Track|Find|Look for] [my|the|our] [parcel|package|shipment|delivery] {code}[?|.|]", "[I am waiting for|I still miss|I want to know about] [parcel|package|shipment] {code}.")),
+    ("order", "taxi", "[Order|Call|Book|Send] a [taxi|cab|car with a driver].", ("[I need|We need|Order|Get me|Send|Book|Call|I want|Can I have|Please send|Could you order] a [taxi|cab|ride] [from|at|to pick me up at] {start} to {end}[?|.]", "[Take|Bring|Drive] [me|us] from {start} to {end}[|, please].", "[A taxi|A cab|A ride] from {start} to {end} at {time}[, please|.|]")),
+    ("look_up", "contact", "[Look up|Find|Get] the [phone number|contact|number] of [a person|someone].", ("[What is|What's|Give me|Find|Look up|I need|Tell me|Show me|Do you have] [the|a] [phone number|number|telephone number|contact] [of|for] {person}[?|.|]", "[How can I|How do I|I want to|I have to] [call|reach|phone|contact] {person}[?|.]", "[{person}'s number|The number of {person}][, please|?|]")),
+    ("get", "exchange_rate", "[Get|Return|Look up] the [exchange rate|rate] between two [currencies|kinds of money].", ("[How many|How much in] {currency} do I get for {amount}?", "[Exchange|Change|Turn] {amount} into {currency}.", "[What is|How much is] {amount} in {currency}?")),
+    ("send", "message", "[Send|Deliver|Write] a [text message|message|short note] to [someone|a person].", ("[Tell|Write|Message|Text|Let] {person}[:| this:] {text}", "[Send|Write] [a message|a text|a note] to {person}: {text}", "[Could you|Can you|Please] [tell|text|message] {person}: {text}")),
+    ("create", "event", "[Create|Add|Make] [an event|an entry|an appointment] in the calendar.", ("[Put|Add|Enter|Write] {title} [into|in] [my|the] calendar [on|for] {day}[| at {time}].", "[I have|There is|We have] {title} on {day}[| at {time}][, note it|, put it in the calendar|, add it].", "[Plan|Schedule|Create] {title} for {day}[| at {time}].")),
+    ("check", "stock", "[Check|Look up|Find out] how many of a product [are in the store|a shop has|there are].", ("[Do you have|Are there|Have we got|How many of] {item}s [left|in the store|still]?", "[Is|Are] [there|we] [out of|any more] {item}s?", "[Check|Look] [how many|if there are any] {item}s[ are there| left|].")),
+    ("find", "restaurant", "[Find|Search for|List] [restaurants|places to eat] in a [city|place].", ("[Where can|Where could|Where should] [I|we|one] eat in {city}?", "[Find|Show me|Look for|I want|Recommend] [a restaurant|somewhere to eat|a good place to eat] in {city}[| for {count}].", "[We are|I am] hungry in {city}[.|, where can we eat?]")),
+    ("get", "timetable", "[Get|Show|Look up] when [trains|buses] go from one place to another.", ("[When|At what time] [does|goes] the [next |][train|bus] from {start} to {end}[| go| leave]?", "[Trains|Buses|Connections|How do I get] from {start} to {end}[| on {day}][?|, please|]", "[Show me|Give me|Look up|I need] the [trains|buses] from {start} to {end}[| on {day}].")),
+    ("book", "hotel", "[Book|Reserve] a [room in a hotel|hotel room].", ("[Book|Reserve|Get me|I need|I want|We need] a [hotel room|room in a hotel|hotel] in {city}[| for {count} nights][| from {day}].", "[Somewhere to sleep|A bed|A hotel] in {city}[| for {count} nights][, please|].")),
+    ("set", "reminder", "[Set|Make|Create] a reminder.", ("[Remind me|Remember me|Do not let me forget|Make sure I remember] [on {day} |at {time} |]to {text}.", "[Reminder|Remember]: {text}", "[I must not forget|Do not forget]: {text}")),
+    ("turn_off", "device", "[Turn off|Switch off|Stop] a device in a room.", ("[Turn|Switch] off the {item} in the {room}.", "[The {item} in the {room}|The {room}'s {item}] [should be|must go|has to be] off.", "[Please|Could you|Can you] [turn|switch] the {item} in the {room} off[?|.]")),
+    ("get", "news", "[Get|Read|Show] the [latest |][news|headlines] [about|on] a [topic|subject].", ("[What is new|What's the news|Anything new|What happened] [about|with|around] {title}?", "[News|Headlines|The latest] [about|on|of] {title}[, please|?|]", "[Show|Read|Tell|Give] me the news [about|on] {title}.")),
+    ("translate", "word", "[Translate|Look up] a word in a language.", ("[What is|What's|How do you say|How do I say|How does one say] {title} in {language}?", "[The|Give me the|Tell me the] {language} word for {title}[?|.|]", "[Translate|Put] {title} [into|in] {language}.")),
+    ("get", "balance", "[Get|Show|Look up] the balance of [an account|a bank account].", ("[How much|What] is [on|in] [the account|account] {code}?", "[Balance|The balance|Money] [of|on|in] [account |]{code}[?|, please|]", "[Show me|Tell me|Check|Look up] the balance of [account |]{code}.")),
+    ("pay", "bill", "[Pay|Settle] a bill.", ("[Pay|Settle|Take care of] [|the |my ][bill|invoice] {code}.", "[Bill|Invoice] {code} [must|has to|should] be paid[|, do it].", "[Please|Can you|Could you] pay {amount} for [bill|invoice] {code}[?|.]")),
+    ("register", "guest", "[Register|Sign in|Add] a guest.", ("[Register|Sign in|Check in|Add|Enter] {person}[| as a guest| for {day}].", "{person} [is here|has come|arrives|comes] on {day}[, register them|, sign them in|].", "[A new guest|Our guest|The guest]: {person}")),
+    ("get", "route", "[Get|Find|Plan] [the way|a route|a path] between two places.", ("[How do I get|How can I get|How do we come|Which way goes|What is the way|Show me the way|Guide me|Plan a route|Navigate] from {start} to {end}[?|.|]", "[The way|A route|The best road] from {start} to {end}[, please|?|]")),
+    ("rent", "car", "[Rent|Hire|Reserve] a car.", ("[Rent|Hire|Get me|I need|I want|Book] a car in {city}[| for {count} days][| from {day}].", "[We need|I would like] [a car|something to drive] in {city}[| for {count} days].")),
+    ("check", "flight", "[Check|Look up|Get] [the state of|information about] a flight.", ("[Is|Has|When does|When will] flight {code} [on time|late|landed|land|leave|arrive|here]?", "[Check|Look up|What about|How is|Track] [flight|my flight] {code}[?|.]", "[Flight|My flight is] {code}[. Is it late?|. On time?|, is it late?]")),
+    ("save", "note", "[Save|Store|Keep|Write down] a note.", ("[Note|Save|Write down|Keep|Store|Jot down]: {text}", "[Make|Take|Save] a note[:| that says:] {text}", "[Note|Write] this down: {text}")),
+    ("delete", "file", "[Delete|Remove|Erase] a file.", ("[Delete|Remove|Erase|Throw away|Get rid of|I do not need] {file}[| any more][.|, please|]", "[Can you|Could you|Please] [delete|remove|erase] [|the file ]{file}[?|.]", "{file} [can go|is not needed any more|should be deleted|must go].")),
+    ("find", "book", "[Find|Search for|Look up] [a book|books] in the library.", ("[Do you have|Is there|Have you got|Find|Look for|Search|I want to read|I look for] [|the book |the novel ]{title}[| by {person}][?|.]", "[Is|Where is] {title} [in the library|on the shelf|there]?")),
+    ("get", "recipe", "[Get|Look up|Show] [the recipe|how to make] a dish.", ("[How do I|How do you|How can I|How does one] [cook|make|bake|prepare] {food}?", "[Recipe|The recipe|A recipe] for {food}[, please|?|]", "[I want|We would like] to [cook|make] {food}[, how?|.]")),
+    ("vote", "song", "[Vote for|Like|Rate] a song.", ("[Vote|I vote|My vote is|Give my vote|Put me down] for {title}.", "[I like|I love] {title}[, vote for it|, it gets my vote|].", "{title} [gets|has|should get] [my vote|{count} points][.|]")),
+    ("start", "machine", "[Start|Run|Switch on] a machine.", ("[Start|Run|Switch on|Begin with|Let us run] [machine|the machine] {code}[| at {time}].", "[Machine|The machine] {code} [should run|has to start|must start][| at {time}].")),
+    ("measure", "air", "[Measure|Get|Check] the [air|temperature|humidity] in a room.", ("[How is|How good is|Check|Measure] the air in the {room}[?|.]", "[Is|Does] the {room} [need fresh air|too warm|too cold]?", "[What is|Tell me] the temperature in the {room}[?|.]")),
+    ("hire", "worker", "[Hire|Employ|Take on] [someone|a person] for a job.", ("[Hire|Employ|Take on] {person}[| as {role}][| from {day}].", "{person} [gets the job|should work for us|starts] [as {role}|on {day}].")),
+    ("enrol", "student", "[Enrol|Sign up|Register] [someone|a student] for a course.", ("[Enrol|Sign up|Register|Put] {person} [for|in|into] [the course |]{title}.", "{person} [wants to|would like to|should] [take|join|do] [the course |]{title}.", "[A place|A seat] for {person} in {title}[, please|.]")),
+    ("block", "card", "[Block|Lock|Freeze] a [bank card|card].", ("[Block|Lock|Freeze|Stop] [card|my card|the card] {code}.", "[I lost|Someone stole|I cannot find] [card|my card] {code}[, block it|. Block it.|!]")),
+    ("print", "label", "[Print|Make] a label for a parcel.", ("[Print|Make|I need|Create] [a label|{count} labels] for {address}.", "[A label|Labels] [to|for] {address}[, please|].")),
+    ("ask", "expert", "[Ask|Forward a question to|Question] an expert.", ("[Ask|Forward to|Pass to] [the expert|our expert] {person}: {text}", "[What does|What would] {person} say to this: {text}")),
+    ("split", "bill", "[Split|Divide|Share] a bill between people.", ("[Split|Divide|Share] {amount} [between|among] {count} [people|of us|friends].", "[We are|There are] {count} people and the bill is {amount}[.|, split it|. Split it.]")),
+    ("compress", "file", "[Compress|Pack|Shrink|Zip] a file.", ("[Compress|Pack|Shrink|Zip|Make smaller] {file}[|, please|.]", "{file} is too [large|big][, compress it|, pack it|.]")),
+    ("mute", "channel", "[Mute|Silence] a channel.", ("[Mute|Silence|I do not want to hear|No more of|Turn the sound off for] [|the channel ]{title}[|.| any more.]",)),
+    ("search", "jobs", "[Search|Find|List] [jobs|open positions] in a city.", ("[Find|Search|Show me|List|I look for|Are there|I need|Look for] [jobs|work|a job|open positions] in {city}[?|.|]", "[Who hires|Where can I work|Who needs people] in {city}?")),
 )  # fmt: skip
 # slot: (names of its parameter, JSON type, what a description of it says)
 SLOTS: dict[str, tuple[tuple[str, ...], str, str]] = {
@@ -235,7 +275,7 @@ def shown(values: dict[str, Any]) -> dict[str, Any]:
     return {slot: ", ".join(map(str, v)) if isinstance(v, list) else v for slot, v in values.items()}
 
 
-class Errands(Remarks):
+class Errands(Lives):
     """Turns with functions and schemas in everyday wording."""
 
     def slot_value(self, slot: str) -> Any:
@@ -287,8 +327,9 @@ class Errands(Remarks):
     def offered(self, count: int) -> list[Errand]:
         rng, made = self.rng, []
         taken: set[str] = set()
-        for row in rng.sample(ERRANDS, count):
-            verb, noun, description, asks = row
+        for verb, noun, rule, asks in rng.sample(self.errands(), count):
+            description = expand(rng, rule)
+            row = verb, noun, description, asks
             slots = [re.findall(r"{(\w+)}", a) for a in asks]
             every = list(dict.fromkeys(s for each in slots for s in each))
             parameters: dict[str, str] = {}
@@ -329,6 +370,13 @@ class Errands(Remarks):
             made.append(Errand(row, Tool(name, description, whole), parameters, wrapped))
         return made
 
+    def errands(self) -> tuple[tuple[str, str, str, tuple[str, ...]], ...]:
+        return (*ERRANDS, *MORE_ERRANDS) if self.wording == "train" else ERRANDS
+
+    def errand_asked(self, row: tuple[str, str, str, tuple[str, ...]]) -> str:
+        template = self.pick(row[3])
+        return expand(self.rng, template) if "[" in template else template
+
     def identifier(self) -> str:
         return self.name().lower().replace("-", "_")
 
@@ -340,11 +388,11 @@ class Errands(Remarks):
         fits = not absent or rng.random() < 0.85
         chosen = rng.choice(offered) if fits else None
         row = chosen.row if chosen else rng.choice(absent)
-        template = self.pick(row[3])
+        template = self.errand_asked(row)
         drawn = {slot: self.slot_value(slot) for slot in dict.fromkeys(re.findall(r"{(\w+)}", template))}
         question = self.fill(template, **shown(drawn))[1]
         if rng.random() < 0.2:
-            question = self.pick(SPLICE).format(q=question)
+            question = self.pick(SPLICE, "errand").format(q=question)
         tags = (f"{count} function{'s' * (count > 1)}", "fits" if fits else "none fits", "everyday")
         names = tuple(v for v in drawn.values() if isinstance(v, str) and " " not in v)
         names = ()
@@ -387,7 +435,7 @@ class Errands(Remarks):
         first, second = self.rng.sample(offered, 2)
         parts, calls = [], []
         for e in (first, second):
-            template = self.pick(e.row[3])
+            template = self.errand_asked(e.row)
             drawn = {slot: self.slot_value(slot) for slot in dict.fromkeys(re.findall(r"{(\w+)}", template))}
             parts.append(template.format(**shown(drawn)))
             arguments = {e.parameters[s]: CODES.get(v, v) if isinstance(v, str) else v for s, v in drawn.items()}

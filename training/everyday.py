@@ -199,7 +199,7 @@ class Everyday(Source):
             b = self.rng.randint(2, 9)
         n, m = self.people(2)
         template, question = self.fill(
-            self.pick(STORIES[op]), a=a, b=b, n=n, m=m, i=self.rng.choice(words.ITEMS[:18]), d=self.rng.choice(words.DAYS), r=self.rng.choice(words.ROOMS)
+            self.pick(STORIES[op], f"story {op}"), a=a, b=b, n=n, m=m, i=self.rng.choice(words.ITEMS[:18]), d=self.rng.choice(words.DAYS), r=self.rng.choice(words.ROOMS)
         )  # fmt: skip
         steps, value = {"+": (add_steps, a + b), "-": (subtract_steps, a - b), "*": (multiply_steps, a * b)}[op]
         thought = f"This is {a} {op} {b}. {steps(a, b)[1]}"
@@ -231,7 +231,7 @@ class Everyday(Source):
         if task in ("nth", "last"):
             values = self.things()
             n = len(values) - 1 if task == "last" else self.rng.randrange(len(values))
-            template, question = self.fill(self.pick(LISTS[task]), l=", ".join(values), o=words.ORDINALS[n])
+            template, question = self.fill(self.pick(LISTS[task], task), l=self.listed(values), o=words.ORDINALS[n])
             counted = ", ".join(f"{i} {v}" for i, v in enumerate(values[: n + 1], 1))
             word = "last" if task == "last" else words.ORDINALS[n]
             return self.turn(
@@ -248,8 +248,9 @@ class Everyday(Source):
         numbers = self.rng.sample(
             range(1, 30 if task == "total" else 1000), self.rng.randint(3, 4 if task == "total" else 6)
         )
-        separator = " " if task != "total" and self.rng.random() < 0.15 else ", "
-        template, question = self.fill(self.pick(LISTS[task]), l=separator.join(map(str, numbers)))
+        separator = " " if task != "total" and self.rng.random() < 0.15 else ""
+        listed = separator.join(map(str, numbers)) if separator else self.listed(numbers)
+        template, question = self.fill(self.pick(LISTS[task], task), l=listed)
         if task == "total":
             total, steps = numbers[0], []
             for v in numbers[1:]:
@@ -303,7 +304,7 @@ class Everyday(Source):
 
     def lettering(self, task: str | None = None, word: str | None = None) -> Turn:
         task, word = task or self.rng.choice(list(LETTERS)), word or self.word()
-        template, question = self.fill(self.pick(LETTERS[task]), w=word)
+        template, question = self.fill(self.pick(LETTERS[task], task), w=word)
         spelled = f"{word} is {'-'.join(word)}."
         if task == "length":
             counted = ", ".join(f"{c} {i}" for i, c in enumerate(word, 1))
@@ -346,7 +347,7 @@ class Everyday(Source):
             self.name() if self.rng.random() < 0.5 else self.rng.choice((*words.THINGS, *words.COLORS, *COMMON))
             for _ in range(self.rng.randint(1, 9))
         )
-        template, question = self.fill(self.pick(REPEAT), t=text)
+        template, question = self.fill(self.pick(REPEAT, "repeat"), t=text)
         return self.turn(
             "repeat",
             template,
@@ -362,7 +363,7 @@ class Everyday(Source):
         """Whether one number is more than another; `a` None: both are in the question."""
         first = self.rng.randint(1, 999) if a is None else a
         b = self.rng.choice((self.rng.randint(1, 999), max(1, first + self.rng.randint(-20, 20))))
-        template, question = self.fill(self.pick(COMPARE), a=first if a is None else "that", b=b)
+        template, question = self.fill(self.pick(COMPARE, "compare"), a=first if a is None else "that", b=b)
         word = "more than" if first > b else "less than" if first < b else "equal to"
         text = f"{'Yes' if first > b else 'No'}, {first} is {word} {b}."
         width = max(len(str(first)), len(str(b)))
@@ -469,7 +470,7 @@ class Everyday(Source):
         )
 
     def told(self, key: str, value: str) -> Turn:
-        question = self.fill(self.pick(TOLD[key][0]), v=value)[1]
+        question = self.fill(self.pick(TOLD[key][0], f"{key} told"), v=value)[1]
         reply = f"Nice to meet you, {value}." if key == "name" else "I will remember that."
         return Turn(
             "tell",
@@ -480,7 +481,7 @@ class Everyday(Source):
         )
 
     def told_again(self, key: str, value: str) -> Turn:
-        template, question = self.fill(self.pick(TOLD[key][1]))
+        template, question = self.fill(self.pick(TOLD[key][1], key))
         reply = (think(f"The user told me: {value}."), final(TOLD[key][2].format(v=value)))
         return Turn(
             "memory",
@@ -494,7 +495,7 @@ class Everyday(Source):
         )
 
     def not_told(self, key: str) -> Turn:
-        template, question = self.fill(self.pick(TOLD[key][1]))
+        template, question = self.fill(self.pick(TOLD[key][1], key))
         return self.turn(
             "not told",
             template,
@@ -506,7 +507,7 @@ class Everyday(Source):
         )
 
     def persona(self, name: str) -> Turn:
-        template, question = self.fill(self.pick(PERSONA))
+        template, question = self.fill(self.pick(PERSONA, "persona"))
         return Turn(
             "persona",
             (user(question),),

@@ -167,8 +167,8 @@ class Remarks(Everyday):
     def list_told(self) -> Turn:
         """A list without a question; `list_asked` refers to it."""
         values = self.things()
-        text = self.pick(LIST_TOLD).format(l=", ".join(values))
-        return self.noted(text, ", ".join(values), values=values)
+        listed = self.listed(values)
+        return self.noted(self.pick(LIST_TOLD).format(l=listed), listed, values=values)
 
     def list_asked(self, values: list[str]) -> Turn:
         rng = self.rng
@@ -187,7 +187,13 @@ class Remarks(Everyday):
             counted = ", ".join(f"{i} {v}" for i, v in enumerate(values[: at + 1], 1))
             thought, bare, grade = f"I count: {counted}.", values[at], Grade(phrases=((values[at],),))
             answer = f"The {'last' if kind < 0.5 else words.ORDINALS[at]} is {values[at]}."
-        template, text = self.fill(self.pick(question), o=words.ORDINALS[at])
+        asked = {
+            LIST_COUNT: "count of them",
+            LIST_BACK: "them back",
+            LIST_LAST: "last of them",
+            LIST_NTH: "nth of them",
+        }
+        template, text = self.fill(self.pick(question, asked[question]), o=words.ORDINALS[at])
         facts = {"values": values}
         return Turn("of them", (user(text),), (think(thought), final(answer)), template, facts, grade=grade, bare=bare)
 

@@ -16,7 +16,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from errands import ERRANDS, Errands
+from errands import Errands
 from everyday import NAMED, TOLD, running
 from phrasings import HONEST, Split
 from remarks import Told
@@ -76,7 +76,7 @@ class Writer(Errands):
     def numbers(self) -> Turn:
         task = self.rng.choice(("sort", "largest"))
         values = [str(v) for v in self.rng.sample(range(1, 1000), self.rng.randint(3, 6))]
-        template, question = self.ask(task, l=", ".join(values))
+        template, question = self.ask(task, l=self.listed(values))
         ordered = sorted(values, key=int)
         text = f"Sorted: {', '.join(ordered)}." if task == "sort" else f"The largest is {ordered[-1]}."
         grade = Grade(order=tuple(ordered)) if task == "sort" else Grade(order=(ordered[-1],))
@@ -91,7 +91,7 @@ class Writer(Errands):
         task = self.rng.choice(("reverse", "count"))
         drawn = self.names(self.rng.randint(3, 7)) if self.rng.random() < 0.6 else []
         values = drawn or self.things()
-        template, question = self.ask(task, l=", ".join(values))
+        template, question = self.ask(task, l=self.listed(values))
         text, bare = f"There are {len(values)}.", str(len(values))
         thought = f"I count: {', '.join(f'{i} {v}' for i, v in enumerate(values, 1))}."
         grade = Grade(number=len(values))
@@ -272,7 +272,7 @@ class Writer(Errands):
         if before.task in ("reverse", "count", "nth", "last"):
             values = before.facts["values"]
             n = rng.randrange(min(len(values), 3))
-            text = self.pick(_NTH).format(o=words.ORDINALS[n])
+            text = self.pick(_NTH, "of list").format(o=words.ORDINALS[n])
             facts = {"values": values, "nth": n}
             reply = (think(f"The list was {', '.join(values)}."), final(f"It was {values[n]}."))
             grade = Grade(phrases=((values[n],),))
@@ -282,11 +282,13 @@ class Writer(Errands):
             ordered = [str(v) for v in sorted(values, reverse=before.task == "sort")]
             listed = ", ".join(ordered)
             reply = (think(f"The other way round it is {listed}."), final(f"Sorted: {listed}."))
-            return Turn("turned", (user(self.pick(_TURNED)),), reply, grade=Grade(order=tuple(ordered)), bare=listed)
+            return Turn(
+                "turned", (user(self.pick(_TURNED, "turned")),), reply, grade=Grade(order=tuple(ordered)), bare=listed
+            )
         if before.task in ("spell", "first letter", "last letter", "length", "backwards"):
             word = self.word()
             task = before.task
-            text = self.pick(_AND).format(w=word)
+            text = self.pick(_AND, "again").format(w=word)
             if task == "spell":
                 spelled = "-".join(word)
                 reply = (think(f"{word} is {spelled}."), final(f"{spelled}."))
@@ -302,12 +304,12 @@ class Writer(Errands):
             return replace(self.comparing(value), task="compared")
         if kind < 0.3 and value < 1000:
             c = rng.randint(2, 9)
-            return self.calculation("changed", self.pick(_TIMES).format(c=c), "*", value, c)
+            return self.calculation("changed", self.pick(_TIMES, "times").format(c=c), "*", value, c)
         if kind < 0.5 and value > 1:
             c = rng.randint(1, min(value, 99))
-            return self.calculation("changed", self.pick(_LESS).format(c=c), "-", value, c)
+            return self.calculation("changed", self.pick(_LESS, "less").format(c=c), "-", value, c)
         if kind < 0.8:
-            return self.calculation("follow_up", self.pick(_PLUS).format(c=c), "+", value, c)
+            return self.calculation("follow_up", self.pick(_PLUS, "more").format(c=c), "+", value, c)
         if kind < 0.9 and op == "+" and a >= b:
             return self.calculation("changed", self.pick(_MEANT).format(a=a, op="-", c=b), "-", a, b)
         return self.calculation("follow_up", self.pick(_MEANT).format(a=a, op="+", c=c), "+", a, c)
@@ -368,6 +370,8 @@ def conversations(
         writer.outside: 0.5, writer.story: 2.5, writer.picking: 2, writer.lettering: 1.6, writer.repeating: 1.2,
         writer.comparing: 1, writer.fact: 2, writer.detail: 2, writer.talk: 1.2, writer.beyond: 2.2,
     }  # fmt: skip
+    if writer.wording == "train":
+        makers |= {writer.life: 2.5, writer.picking: 2.5, writer.numbers: 2, writer.listing: 2}
     size = rng.choice((1, *range(2, MOST_TURNS + 1)))
     facts = dict(zip(rng.sample(_KEYS, 2), writer.names(2), strict=True))
     told = {key: writer.value(TOLD[key][3]) for key in rng.sample(list(TOLD), 2)}
@@ -375,7 +379,7 @@ def conversations(
     tellings += [Told(partial(writer.told, k, v), partial(writer.told_again, k, v)) for k, v in told.items()]
     tellings += [rng.choice((writer.relative, writer.relative, writer.stored, writer.favourite))()]
     persona = writer.name() if rng.random() < 0.1 else ""
-    instructions = writer.pick(NAMED).format(v=persona) if persona else ""
+    instructions = writer.pick(NAMED, "named").format(v=persona) if persona else ""
     unsaid: list[Told] = rng.sample(tellings, len(tellings))
     topics: list[Told] = []
 
@@ -413,7 +417,7 @@ def conversations(
         makes = lambda: writer.tool_call(offer)  # noqa: E731
     elif kind < 0.36:
         offered = writer.offered(rng.randint(1, 8))
-        absent = [row for row in ERRANDS if row not in [e.row for e in offered]]
+        absent = [row for row in writer.errands() if row[:2] not in {e.row[:2] for e in offered}]
         if chain := writer.chain(offered) if rng.random() < 0.15 else []:
             return [[*turns, replace(turn, instructions=instructions)] for turn in chain[:endings]]
         makes = lambda: writer.errand(offered, absent)  # noqa: E731

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from phrasings import Split, phrasings
+from wordings import WORDINGS, worded
 
 from halfbyte.evals import words
 from halfbyte.evals.grading import Grade
@@ -18,6 +19,7 @@ from halfbyte.evals.problem import Say
 from halfbyte.harmony.messages import Tool
 
 _HELD_OUT_SHARE = 4  # one name in so many, and one wording of every table that is not split in half
+_BY_GRAMMAR = 0.6  # share of training's wordings
 _UNITS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
@@ -177,14 +179,34 @@ class Source:
 
     def ask(self, task: str, **fields: Any) -> tuple[str, str]:
         """(template, question) of a task in `phrasings.py`."""
+        if self.by_grammar(task):
+            return self.fill(worded(self.rng, task, phrasings(task, "held-out")), **fields)
         return self.fill(self.rng.choice(phrasings(task, self.wording)), **fields)
 
-    def pick(self, templates: Sequence[str]) -> str:
-        """A wording of a table whose last quarter is held out."""
+    def pick(self, templates: Sequence[str], task: str = "") -> str:
+        """A wording of a table whose last quarter is held out, or in training of the grammar for `task`."""
         held = len(templates) // _HELD_OUT_SHARE
+        if self.by_grammar(task):
+            return worded(self.rng, task, templates[len(templates) - held :])
         return self.rng.choice(
             templates[-held:] if self.wording == "held-out" and held else templates[: len(templates) - held]
         )
+
+    def by_grammar(self, task: str) -> bool:
+        """Whether the next wording of a task comes from the grammar; never where the held-out ones are wanted."""
+        return self.wording == "train" and task in WORDINGS and self.rng.random() < _BY_GRAMMAR
+
+    def listed(self, values: Sequence[object]) -> str:
+        """Things in a row: with commas, in training also with "and", semicolons or, of numbers, spaces."""
+        texts = [str(v) for v in values]
+        chance = self.rng.random() if self.wording == "train" else 1.0
+        if chance < 0.2:
+            return f"{', '.join(texts[:-1])}{self.rng.choice((' and ', ', and '))}{texts[-1]}"
+        if chance < 0.25:
+            return "; ".join(texts)
+        if chance < 0.33:
+            return (" " if all(text.isdigit() for text in texts) else ", ").join(texts)
+        return " and ".join(texts) if chance < 0.36 else ", ".join(texts)
 
     def fill(self, template: str, **fields: Any) -> tuple[str, str]:
         """(template, question), sometimes in lower case, with a number in words, with a typing error, or in training
@@ -219,7 +241,9 @@ class Source:
             return template
         at = self.rng.choice(spots).start() + self.rng.randint(1, 3)
         wrong = (template[at + 1] + template[at], template[at], 2 * template[at] + template[at + 1])
-        return f"{template[:at]}{self.rng.choice(wrong)}{template[at + 2 :]}"
+        mistyped = f"{template[:at]}{self.rng.choice(wrong)}{template[at + 2 :]}"
+        words_of = re.findall(r"[a-z]+", mistyped.lower())  # "there" must not become "three"
+        return template if {*words_of} & {*_UNITS, *_TENS} - {*re.findall(r"[a-z]+", template.lower())} else mistyped
 
     def shortened(self, template: str) -> str:
         """The template as people type it: what's, I'm, don't, pls."""
