@@ -32,5 +32,5 @@ command(
 command(
     "acceptance", "python training/acceptance.py", seconds=7200, receipt=False, routine=False,
     rows=(Row("tokens per verification, EAGLE-3 / draft model", "acceptance", "tokens_per_verification", model="tiny",
-              shape={"conversations": 156}, over="path", values=("eagle3", "draft")),),
+              shape={"edition": 2}, over="path", values=("eagle3", "draft")),),
 )  # fmt: skip

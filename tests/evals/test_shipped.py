@@ -89,6 +89,27 @@ def swapped(weights: Weights) -> Weights:
     return out
 
 
+def exchanged(weights: Weights) -> Weights:
+    """Gate and up of every expert exchanged: their rows alternate."""
+
+    def exchange(m: Matrix) -> Matrix:
+        order = [row ^ 1 for row in range(m.shape[1])]
+        if isinstance(m, torch.Tensor):
+            return m[:, order]
+        return replace(m, data=m.data[:, order], scales=m.scales[:, order])
+
+    out = copy.copy(weights)
+    out.layers = [
+        replace(
+            layer,
+            gate_up=exchange(layer.gate_up),
+            gate_up_bias=layer.gate_up_bias[:, [row ^ 1 for row in range(layer.gate_up_bias.shape[1])]],
+        )
+        for layer in weights.layers
+    ]
+    return out
+
+
 def reconfigured(weights: Weights, **changes: object) -> Weights:
     out = copy.copy(weights)
     out.config = weights.config.with_(**changes)
@@ -118,10 +139,11 @@ def test_the_shipped_model_answers(whole: Callable[[str], float]) -> None:
     [
         ("tool_call", lambda w: (reconfigured(w, yarn=Yarn(factor=1.0)), None)),
         ("tool_call", lambda w: (swapped(w), None)),
+        ("arithmetic", lambda w: (exchanged(w), None)),
         ("lists", lambda w: (w, Gates(sinks="off"))),
         ("needle", lambda w: (reconfigured(w, window=8192), None)),
     ],
-    ids=["yarn", "experts", "sinks", "window"],
+    ids=["yarn", "experts", "gate and up", "sinks", "window"],
 )
 def test_every_piece_of_the_architecture_matters(
     tok: Tokenizer,

@@ -73,19 +73,19 @@ def ask(url: str, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], .
 
 def _add(answer: dict[str, Any], delta: dict[str, Any]) -> str:
     """Add a part of a stream to the message; what to print of it."""
-    shown = delta.get("reasoning") or ""
+    spoken = delta.get("reasoning") or ""
     if text := delta.get("content"):
-        shown += text if answer["content"] else f"\nassistant  {text}"
+        spoken += text if answer["content"] else f"\nassistant  {text}"
         answer["content"] += text
     for part in delta.get("tool_calls") or ():
         calls = answer.setdefault("tool_calls", [])
         if part["index"] == len(calls):
             calls.append({"id": part["id"], "type": "function", "function": {"name": "", "arguments": ""}})
-            shown += "\ncall       "
+            spoken += "\ncall       "
         for name, text in part["function"].items():
             calls[part["index"]]["function"][name] += text
-            shown += f"{text} " if name == "name" else text
-    return shown
+            spoken += f"{text} " if name == "name" else text
+    return spoken
 
 
 def converse(url: str, city: str) -> None:
