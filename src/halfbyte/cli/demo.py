@@ -52,8 +52,8 @@ def ask(url: str, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], .
     import httpx
 
     start, first, tokens = time.perf_counter(), 0.0, 0
-    role, said = messages[-1]["role"], messages[-1]["content"]
-    print(f"\n{role:10} {said}\nreasoning  ", end="", flush=True)
+    role, content = messages[-1]["role"], messages[-1]["content"]
+    print(f"\n{role:10} {content}\nreasoning  ", end="", flush=True)
     answer: dict[str, Any] = {"role": "assistant", "content": ""}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as reply:
         reply.raise_for_status()
