@@ -113,7 +113,7 @@ def test_shards_that_are_missing_or_cut(folder: Path) -> None:
 
 
 def test_a_context_above_the_model_s(folder: Path) -> None:
-    one(folder, "model.context", "8193", "8192", max_context=8193)
+    one(folder, "model.context", "32769", "32768", max_context=32769)
 
 
 def test_a_scan_that_runs_out_of_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
