@@ -207,8 +207,8 @@ def test_what_turns_out_to_be_wrong_under_way_is_a_400(live: Live, http: httpx.C
 
 def test_leaving_frees_the_engine(live: Live) -> None:
     stream = chat(live, stream=True, max_tokens=3000, extra_body={"ignore_eos": True})
-    next(iter(stream))
-    assert live.source.stats().running == 1
+    next(iter(stream))  # which names the role, before the first step
+    wait_until(lambda: live.source.stats().running == 1)
     stream.close()
     wait_until(lambda: live.source.stats().running == 0)
     assert live.source.stats().kv_pages_used == 0
