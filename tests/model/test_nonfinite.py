@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -187,5 +188,35 @@ def test_a_shard_that_ends_with_zeros(folder: Path, monkeypatch: pytest.MonkeyPa
         checkpoint.load(folder)
     with pytest.raises(CheckpointError, match=r"model\.safetensors ends with .* zeros"):
         checkpoint.quantize_checkpoint(folder, tmp_path / "out", {"qkv": "q8"})
-    monkeypatch.setattr(weight_file, "ZERO_TAIL", missing + 5000)
-    assert not checkpoint.open_model(folder).reading.zero_tails, "other bytes come first"
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "cut"),
+    [
+        ("model.layers.1.self_attn.q_proj.weight", 0.5, True),
+        ("model.layers.1.mlp.experts.gate_up_proj_blocks", 0.7, True),  # within an expert
+        ("model.layers.1.mlp.experts.gate_up_proj_blocks", 0.5, False),  # experts of zeros
+        ("model.layers.1.mlp.experts.gate_up_proj_bias", 0.3, False),
+        ("lm_head.weight", 0.5, False),  # rows of the vocabulary
+    ],
+)
+def test_a_file_that_ends_within_a_matrix_is_cut(folder: Path, name: str, kept: float, cut: bool) -> None:
+    """However little is missing: the last tensor of the file is whole up to here, and zeros follow."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    last = tensors.pop(name).clone()
+    last.view(-1)[int(kept * last.numel()) :] = 0
+    header: dict[str, Any] = {}
+    data = b""
+    for key, tensor in [*tensors.items(), (name, last)]:
+        raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        kind = {torch.bfloat16: "BF16", torch.uint8: "U8", torch.float32: "F32"}[tensor.dtype]
+        header[key] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    found = checkpoint.open_model(folder).reading.zero_tails
+    assert (path in found) == cut
+    if cut:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors ends with [0-9]+ KiB of zeros.*--allow-nan"):
+            checkpoint.load(folder)

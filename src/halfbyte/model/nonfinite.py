@@ -4,14 +4,14 @@ One pass over each dense tensor and over the scales of each block-scaled one, wh
 for the result until all are read. Only suspect tensors are read a second time, to count the values or to confirm the
 zeros. The codes of block formats hold no NaN, so only some of their rows are read, for zeros.
 
-A matrix of zeros is what a download leaves that was cut short in a file of the full size. Biases, sinks and single
-experts of zeros are legitimate.
+A matrix of zeros is what a download leaves that was cut short in a file of the full size, or zeros from the middle of
+a matrix to the file's end. Biases, sinks and single experts of zeros are legitimate.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,6 @@ from halfbyte.formats.stored import Stored
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.plain_file import MIB
-from halfbyte.model.weight_file import ZERO_TAIL
 from halfbyte.model.weights import LAYER_ROLES, Matrix, Source, WeightFormat
 
 NAN_SCALE = 0xFF  # of UE8M0
@@ -122,15 +121,19 @@ def refuse(problem: str, *, allowed: bool) -> None:
     log.warning("%s. Answers computed from them are meaningless.", problem)
 
 
-def check_tails(paths: Sequence[Path], *, allowed: bool) -> None:
-    """Refuse, or where `allowed` warn of, files that end with many MiB of zeros."""
-    if problem := tail_problem(paths):
+def check_tails(tails: Mapping[Path, int], *, allowed: bool) -> None:
+    """Refuse, or where `allowed` warn of, files that end with zeros that no weights have."""
+    if problem := tail_problem(tails):
         refuse(problem, allowed=allowed)
 
 
-def tail_problem(paths: Sequence[Path]) -> str:
-    more = f", and so do {len(paths) - 1} further files" if len(paths) > 1 else ""
-    return f"{paths[0]} ends with more than {ZERO_TAIL // MIB} MiB of zeros{more}" if paths else ""
+def tail_problem(tails: Mapping[Path, int]) -> str:
+    if not tails:
+        return ""
+    path, count = next(iter(tails.items()))
+    size = f"{count >> 10} KiB" if count < 10 * MIB else f"{count // MIB} MiB"
+    more = f", and so do {len(tails) - 1} further files" if len(tails) > 1 else ""
+    return f"{path} ends with {size} of zeros{more}"
 
 
 def _is_suspect(m: Matrix, role: str) -> Tensor:

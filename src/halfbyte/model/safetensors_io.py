@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -362,7 +363,20 @@ def read_header(path: Path, reading: Reading | None = None) -> dict[str, Safeten
         raise truncated(path, last, size)
     if last < size:
         raise CheckpointError(f"{path} has {size - last} bytes that belong to no tensor; fetch it again.")
+    if file.zero_tail and _is_cut(entries, size - file.zero_tail):
+        file.reading.zero_tails[path] = file.zero_tail
     return entries
+
+
+def _is_cut(entries: Mapping[str, SafetensorsEntry], start: int) -> bool:
+    """Whether zeros that begin here begin within a matrix: not with an expert, or a row for one or for a token."""
+    for name, entry in entries.items():
+        begin = start - entry.offset
+        if 0 < begin < entry.nbytes and not name.endswith(("bias", "sinks")):
+            in_parts = len(entry.shape) > 2 or any(part in name for part in ("embed", "lm_head", "router"))
+            part = entry.nbytes // entry.shape[0] if in_parts else entry.nbytes
+            return -begin % part >= mmap.PAGESIZE
+    return False
 
 
 def _entry(file: WeightFile, name: str, item: Item, base: int) -> SafetensorsEntry:

@@ -42,7 +42,7 @@ class Reading:
     device: torch.device
     on_bytes: OnBytes | None = None
     keep_cached: bool = True  # leave what was read in the page cache, where the next start finds it
-    zero_tails: list[Path] = field(default_factory=list)  # files that end with ZERO_TAIL bytes of zeros
+    zero_tails: dict[Path, int] = field(default_factory=dict)  # file -> bytes of zeros at its end that no weights have
     _uploader: Uploader | None = None
     _pool: ThreadPoolExecutor | None = None
 
@@ -74,18 +74,22 @@ class WeightFile:
         self._fd, self.size = open_regular(path)
         if self.bytes_at(0, min(self.size, len(LFS_POINTER))) == LFS_POINTER:
             raise lfs_pointer(path)
-        if path not in self.reading.zero_tails and self._has_zero_tail():
-            self.reading.zero_tails.append(path)
+        self.zero_tail = self._zero_tail()
+        if self.zero_tail >= ZERO_TAIL:
+            self.reading.zero_tails[path] = self.zero_tail
 
-    def _has_zero_tail(self) -> bool:
-        """True if the last ZERO_TAIL bytes are zeros. One page is read of a file that has other bytes in it."""
-        if self.size < ZERO_TAIL:
-            return False
-        last = self.size - mmap.PAGESIZE
-        if self.bytes_at(last, mmap.PAGESIZE).strip(b"\0"):
-            return False
-        starts = range(self.size - ZERO_TAIL, last, CHUNK)
-        return not any(self.bytes_at(start, min(CHUNK, last - start)).strip(b"\0") for start in starts)
+    def _zero_tail(self) -> int:
+        """Count the zeros at the end, up to ZERO_TAIL or a chunk more; fewer than a page of them are none. One page is
+        read of a file that has other bytes in its last one."""
+        start, count = self.size, mmap.PAGESIZE
+        while start and self.size - start < ZERO_TAIL:
+            count = min(count, start)
+            used = len(self.bytes_at(start - count, count).rstrip(b"\0"))
+            start -= count - used
+            if used:
+                break
+            count = CHUNK
+        return self.size - start if self.size - start >= mmap.PAGESIZE else 0
 
     def close(self) -> None:
         if self._fd >= 0:
