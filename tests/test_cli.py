@@ -361,10 +361,9 @@ def test_short_work_says_nothing_when_piped_and_long_work_does(capsys: pytest.Ca
         activity.update("still short")
     assert capsys.readouterr().err == ""
     with Activity("long", after=0.01) as activity:
-        said = ""
-        while not said:
-            said = capsys.readouterr().err
-    assert said == "long\n"
+        assert activity._first is not None
+        activity._first.join(60)
+    assert capsys.readouterr().err == "long\n"
 
 
 INTERRUPTED = """

@@ -259,7 +259,7 @@ class Activity:
         self.text = text
         self._status = err.status(text) if spinner and err.is_terminal else None
         self._due = 0.0
-        self._first = threading.Timer(after, self._show) if self._status is None and after else None
+        self._first = threading.Timer(after, self._show_first) if self._status is None and after else None
         self._after = after
 
     def update(self, text: str) -> None:
@@ -273,6 +273,10 @@ class Activity:
         elif time.monotonic() >= self._due:
             self._due = time.monotonic() + LINE_SECONDS
             err.print(self.text, style="dim", markup=False)
+
+    def _show_first(self) -> None:
+        self._due = 0.0  # a timer may be early by less than a clock's step
+        self._show()
 
     def __enter__(self) -> Activity:
         if self._status is not None:
