@@ -25,7 +25,7 @@ from halfbyte.cli.options import (
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 
-LEAST_TIMED = 16  # tokens after the first that a speed is told of: fewer come almost at once, and the quotient is noise
+LEAST_TIMED = 16  # tokens after the first for which a speed is shown: fewer come almost at once
 
 
 @with_gates

@@ -97,6 +97,7 @@ class Clients:
         return waiting
 
     def admitted(self, seq: Sequence) -> None:
+        """Count the admissions that overtake the sequence which waits longest."""
         self._overtaken = 0 if self._oldest in (seq, None) else self._overtaken + 1
 
     def youngest_to_yield(self, running: list[Sequence]) -> Sequence:

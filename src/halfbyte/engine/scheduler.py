@@ -218,11 +218,8 @@ class Scheduler:
     def _fill_apart(self, step: ScheduledStep, may_exchange: bool) -> list[Sequence] | None:
         """Fill a step like `_fill`, with rows of answers or of prompts, in turn."""
         first = self._answer_steps < ANSWER_STEPS
-        for answers_turn in (
-            first,
-            not first,
-            first,
-        ):  # a sequence that the second admits may have a place in the third
+        # A sequence that the second of these turns admits may have a place in the third.
+        for answers_turn in (first, not first, first):
             ready = [s for s in self.running if not s.waits_for_grammar]
             answers = [s for s in ready if not _in_prompt(s) and _unscheduled(s)]
             if answers_turn:

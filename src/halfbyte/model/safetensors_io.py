@@ -369,7 +369,7 @@ def read_header(path: Path, reading: Reading | None = None) -> dict[str, Safeten
 
 
 def _is_cut(entries: Mapping[str, SafetensorsEntry], start: int) -> bool:
-    """Whether zeros that begin here begin within a matrix: not with an expert, or a row for one or for a token."""
+    """Whether zeros from here on begin inside a matrix, and not where one of its experts or tokens begins."""
     for name, entry in entries.items():
         begin = start - entry.offset
         if 0 < begin < entry.nbytes and not name.endswith(("bias", "sinks")):

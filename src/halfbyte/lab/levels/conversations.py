@@ -221,7 +221,7 @@ def seed_check(asker: Asker, api: Api) -> Check:
 
 
 def similar_check(asker: Asker, api: Api) -> Check | None:
-    """Questions that differ hardly have log probabilities of their own. None where the engine names none."""
+    """Questions that hardly differ have log probabilities of their own. None where the engine names none."""
     question = QUESTIONS[0][0]
     questions = (question, question.capitalize(), question.upper(), question.replace(" ", "  ", 1))
     scores = [talk(asker, api, user_turn(text), api.scored).scores for text in questions]

@@ -1,6 +1,6 @@
 """Does every request get an answer of its own, whichever way it is asked?
 
-Prompts that differ hardly (a letter's case, a space, some tokens in the middle) must have log probabilities of their
+Prompts that hardly differ (a letter's case, a space, some tokens in the middle) must have log probabilities of their
 own: an engine that keeps answers by a normalised prompt, or by parts of one, gives the same ones. A prompt as text must
 be answered like its tokens, and a sampled stream like the same seed in one piece.
 """

@@ -231,8 +231,8 @@ def _bf16(name: str, t: Tensor) -> Tensor:
 
 
 class TappedStep(WholeStep):
-    """The whole step, which also writes EAGLE-3's hidden states. A build of its own: without a draft head nothing pays
-    for it."""
+    """The whole step, which also writes EAGLE-3's hidden states. It is a build of its own: plans without a draft head
+    do no more work for it."""
 
     name = "cuda.tapped_decode_step"
     taps = True
