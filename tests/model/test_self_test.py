@@ -435,3 +435,13 @@ def test_a_wrong_lane_on_this_gpu(wrong: str, monkeypatch: pytest.MonkeyPatch) -
     assert report.problems
     name = {"gate_up": "gate", "qkv": "values of qkv"}.get(wrong, wrong)
     assert any(f"{name} row" in said for said in report.problems), report.problems
+
+
+@pytest.mark.parametrize(("host_layers", "host_activation", "expected"), [(0, "int8", "bf16"), (1, "int8", "int8"), (1, "f32", "bf16")])  # fmt: skip
+def test_rows_in_front_of_experts_in_host_memory_are_allowed_their_rounding(
+    host_layers: int, host_activation: str, expected: str
+) -> None:
+    choice, _ = choice_of("balanced")
+    spec = replace(choice.spec, activation="bf16", host_layers=host_layers, host_activation=host_activation)
+    for regime in self_test.REGIMES:
+        assert self_test.tolerance(spec, regime) == self_test.TOLERANCE[expected]

@@ -89,7 +89,10 @@ class FiniteSource:
     def problem(self) -> str:
         """The values that were detected since the last call, as a clause; empty if there are none."""
         scans, self._suspects = self._suspects, []
-        if not scans or not bool(torch.stack([suspect for _, _, suspect in scans]).any()):
+        by_device: dict[torch.device, list[Tensor]] = {}  # experts may be in host memory beside a GPU's weights
+        for _, _, suspect in scans:
+            by_device.setdefault(suspect.device, []).append(suspect)
+        if not any(bool(torch.stack(suspects).any()) for suspects in by_device.values()):
             return ""
         suspects = [(layer, role) for layer, role, suspect in scans if bool(suspect)]
         texts: list[str] = []
