@@ -270,6 +270,15 @@ FIELDS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+def in_prose(value: Any) -> str:
+    """A value of a form in a thought."""
+    if isinstance(value, dict):
+        return " ".join(f"{k} {v}" for k, v in value.items())
+    return (
+        ", ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
 def shown(values: dict[str, Any]) -> dict[str, Any]:
     """How values stand in a question: a list with commas."""
     return {slot: ", ".join(map(str, v)) if isinstance(v, list) else v for slot, v in values.items()}
@@ -398,7 +407,8 @@ class Errands(Lives):
         names = tuple(v for v in drawn.values() if isinstance(v, str) and " " not in v)
         names = ()
         if chosen is None:
-            reply = (think("No function fits."), final("I have no function for that."))
+            wish = f"The user wants this: {expand(rng, row[2])} No function does that."
+            reply = (think(wish), final("I have no function for that."))
             return Turn("errand", (user(question),), reply, template, {}, names, Grade(refusal=True), tags, tools)
         arguments = {chosen.parameters[s]: CODES.get(v, v) if isinstance(v, str) else v for s, v in drawn.items()}
         if chosen.wrapped:
@@ -496,7 +506,7 @@ class Errands(Lives):
         extra = [k for k in FIELDS if k not in named]
         shown = [*named, *rng.sample(extra, rng.choice((0, 0, 1, 2)))]
         value: dict[str, Any] = {}
-        parts = []
+        parts, reading = [], []  # of the text; of the thought, which reads along and says which field each part is
         for k in rng.sample(shown, len(shown)):
             kind, said = FIELDS[k][1], self.pick(FIELDS[k][2])
             v: Any
@@ -527,6 +537,7 @@ class Errands(Lives):
                     "phone": lambda: words.digits(rng, 5, 8),
                 }.get(k, self.person if k == "name" else self.name)()
             parts.append(said.format(v=v))
+            reading.append(f"{parts[-1]}: {f'{named[k]} {in_prose(v)}' if k in named else 'no field'}.")
             value[k] = v
         joined = rng.choice((", ", "; ", ". ")).join(parts) + "."
         text = (
@@ -536,7 +547,7 @@ class Errands(Lives):
         )
         template, question = self.ask("json", t=text) if rng.random() < 0.5 else ("{t}", text)
         wanted = {name: value[k] for k, name in named.items()}
-        reply = (think(f"The fields are {', '.join(named.values())}."), final(json.dumps(wanted)))
+        reply = (think(f"The fields are {', '.join(named.values())}. {' '.join(reading)}"), final(json.dumps(wanted)))
         return Turn(
             "note",
             (user(question),),

@@ -198,8 +198,9 @@ class Everyday(Source):
         if op == "*":
             b = self.rng.randint(2, 9)
         n, m = self.people(2)
+        said = (b, a) if op == "*" and a < 100 and self.rng.random() < 0.3 else (a, b)
         template, question = self.fill(
-            self.pick(STORIES[op], f"story {op}"), a=a, b=b, n=n, m=m, i=self.rng.choice(words.ITEMS[:18]), d=self.rng.choice(words.DAYS), r=self.rng.choice(words.ROOMS)
+            self.pick(STORIES[op], f"story {op}"), a=said[0], b=said[1], n=n, m=m, i=self.rng.choice(words.ITEMS[:18]), d=self.rng.choice(words.DAYS), r=self.rng.choice(words.ROOMS)
         )  # fmt: skip
         steps, value = {"+": (add_steps, a + b), "-": (subtract_steps, a - b), "*": (multiply_steps, a * b)}[op]
         thought = f"This is {a} {op} {b}. {steps(a, b)[1]}"
@@ -366,8 +367,7 @@ class Everyday(Source):
         template, question = self.fill(self.pick(COMPARE, "compare"), a=first if a is None else "that", b=b)
         word = "more than" if first > b else "less than" if first < b else "equal to"
         text = f"{'Yes' if first > b else 'No'}, {first} is {word} {b}."
-        width = max(len(str(first)), len(str(b)))
-        thought = f"{' '.join(str(first).zfill(width))} and {' '.join(str(b).zfill(width))}: {first} is {word} {b}."
+        thought = f"{first} and {b}: {digit_by_digit(first, b)}. {first} is {word} {b}."
         said = "yes" if first > b else "no"
         return self.turn(
             "compare",
@@ -419,11 +419,12 @@ class Everyday(Source):
         if kind < 0.55:
             question, thought = (
                 ask(self.rng.choice(rows[at][2])),
-                f"I read: {' '.join(sentences[: at + 1])} It is {names[at]}.",
+                f"I look for {values[at]}. I read: {' '.join(sentences[: at + 1])} It is {names[at]}.",
             )
             wanted = names[at]
         else:
-            question, thought, wanted = ask(self.rng.choice(rows[at][1])), f"The text says: {sentences[at]}", values[at]
+            question, wanted = ask(self.rng.choice(rows[at][1])), values[at]
+            thought = f"I look for {names[at]}. The text says: {sentences[at]}"
         asked = self.around(wrap.format(t=text, q=question))
         return Turn(
             "fact",
@@ -441,7 +442,9 @@ class Everyday(Source):
 
     def talk_of(self, topic: str) -> Turn:
         beginnings, endings, reply, must = TALK[topic]
-        begin = self.pick(beginnings)
+        begin = self.pick(beginnings, topic)
+        if self.wording == "train" and self.rng.random() < 0.3:
+            begin = begin[0].lower() + begin[1:]
         verb = "asks about" if topic.startswith(("how", "who", "what")) else "sends"
         return Turn(
             "talk",
@@ -458,7 +461,7 @@ class Everyday(Source):
         p, q = rng.sample(words.CITIES, 2)
         g, h = rng.sample(TOPICS, 2)
         template, question = self.fill(
-            self.pick(OUTSIDE), p=p, q=q, g=g, h=h, i=rng.choice(words.ITEMS), c=rng.choice(words.COLORS), f=rng.choice(words.FOODS), l=rng.choice((*words.LANGUAGES, "Russian", "Chinese", "Arabic")),
+            self.pick(OUTSIDE, "beyond"), p=p, q=q, g=g, h=h, i=rng.choice(words.ITEMS), c=rng.choice(words.COLORS), f=rng.choice(words.FOODS), l=rng.choice((*words.LANGUAGES, "Russian", "Chinese", "Arabic")),
             a=str(rng.randint(100, 9999)), b=str(rng.randint(2, 99)), s=rng.choice(words.SPORTS), x=rng.choice(ANIMALS), y=rng.choice(DEEDS).replace("_", " "), t=rng.choice(words.THINGS), j=rng.choice(words.JOBS),
         )  # fmt: skip
         return Turn(
@@ -517,6 +520,17 @@ class Everyday(Source):
             grade=Grade(phrases=((name,),)),
             bare=name,
         )
+
+
+def digit_by_digit(a: int, b: int) -> str:
+    """Digits of the same place beside each other, from the left to the first that differ."""
+    width = max(len(str(a)), len(str(b)))
+    steps = []
+    for x, y in zip(str(a).zfill(width), str(b).zfill(width), strict=True):
+        steps.append(f"{x} {'>' if x > y else '<' if x < y else '='} {y}")
+        if x != y:
+            break
+    return ", ".join(steps)
 
 
 def running(numbers: list[int], better: Any) -> tuple[str, int]:

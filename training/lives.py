@@ -51,6 +51,16 @@ FILLERS = (
     "There is a letter about it.", "The house has a green door.",
 )  # fmt: skip
 ABSENT = "The text does not say that."
+# Beginnings of facts that answer each other's questions, more or less: none is asked as missing beside another.
+RELATED = (
+    ("lives", "moved", "studied", "was born in"), ("works", "goes to work"), ("likes", "hates", "is afraid"), ("drives", "bought", "collects", "owns"),
+    ("is married", "has a daughter"), ("was born on", "has time", "is {v} years"), ("earns", "pays"), ("has the phone", "has the code"),
+    ("gets up", "comes home"), ("was born in", "was born on"), ("sits", "lives", "works"),
+)  # fmt: skip
+
+
+def related(one: str, other: str) -> bool:
+    return one == other or any(one.startswith(group) and other.startswith(group) for group in RELATED)
 
 
 class Lives(Remarks):
@@ -65,7 +75,7 @@ class Lives(Remarks):
 
     def life(self) -> Turn:
         rng = self.rng
-        firsts = self._first_names(rng.randint(1, 4))
+        firsts = self._first_names(rng.randint(1, 3))
         names = [f"{n} {self.lookalike().capitalize()}" if rng.random() < 0.25 else n for n in firsts]
         used: set[str] = set()
         facts: list[tuple[int, int, str]] = []  # (person, row of LIFE, value)
@@ -90,15 +100,17 @@ class Lives(Remarks):
         person, row, value = facts[at]
         predicate, for_value, for_person, _ = LIFE[row]
         called = rng.choice((names[person], firsts[person]))
-        sentence = sentences[saying[at]][1]
+        own = [s for p, s in sentences if p == person]
+        read = [s for _, s in sentences[: saying[at] + 1]]  # up to the fact
+        told = [s for p, s in sentences[: saying[at] + 1] if p == person]
         answer, bare, grade = f"{called} {predicate.format(v=value)}.", value, Grade(phrases=((value,),))
         kind = rng.random()
         if kind < 0.12:
-            missing = [r for r in range(len(LIFE)) if r not in {f[1] for f in facts if f[0] == person}]
-            own = " ".join(s for p, s in sentences if p == person)
+            there = [LIFE[f[1]][0] for f in facts if f[0] == person]
+            missing = [r for r in range(len(LIFE)) if not any(related(LIFE[r][0], fact) for fact in there)]
             question = expand(rng, rng.choice(LIFE[rng.choice(missing)][1])).format(n=called)
             thought, answer, bare = (
-                f"I look for {called}. The text says: {own} It does not say that.",
+                f"I look for {called}. The text says: {' '.join(own)} It does not say that.",
                 ABSENT,
                 "unknown",
             )
@@ -106,10 +118,11 @@ class Lives(Remarks):
         elif kind < 0.4:
             question = expand(rng, rng.choice(for_person)).format(v=value)
             answer, bare = f"{names[person]} {predicate.format(v=value)}.", names[person]
-            thought, grade = f"The text says: {sentence} That is {bare}.", Grade(phrases=((bare,),))
+            thought = f"I look for {value}. I read: {' '.join(read)} It is {bare}."
+            grade = Grade(phrases=((bare,),))
         else:
             question = expand(rng, rng.choice(for_value)).format(n=called)
-            thought = f"I look for {called}. The text says: {sentence}"
+            thought = f"I look for {called}. The text says: {' '.join(told)}"
         wrap = rng.choice(_WRAPS)
         asked = self.around(wrap.format(t=text, q=question))
         return Turn(

@@ -253,7 +253,8 @@ class Remarks(Everyday):
         if possessive:
             kind = rng.randrange(3)
             question = (f"Whose {i} is {c}?", f"What colour is {n}'s {i}?", f"Who has the {c} {i}?")[kind]
-            return text, question, f"The text says: {said}", said, n if kind != 1 else c, ()
+            asked = n if kind == 1 else c
+            return text, question, f"I look for {asked}. The text says: {said}", said, n if kind != 1 else c, ()
         kind = rng.randrange(5)
         question, answer, wanted = (
             (f"What colour is the {i}?", f"The {i} is {c}.", c),
@@ -263,7 +264,7 @@ class Remarks(Everyday):
             (f"What colour is the {i} of {n}?", f"The {i} is {c}.", c),
         )[kind]
         before = " ".join(f"{s}." for s in sentences[: at + 1])
-        return text, question, f"I read: {before}", answer, wanted, ()
+        return text, question, f"I look for {c if kind == 3 else i}. I read: {before}", answer, wanted, ()
 
     def _compared(self) -> tuple[str, str, str, str, str, tuple[str, ...]]:
         rng = self.rng
@@ -275,4 +276,4 @@ class Remarks(Everyday):
         who, word = rng.choice(((a, more), (b, less)))
         question = rng.choice(("Who is {w}?", "Which of them is {w}?", "Who of the two is {w}?")).format(w=word)
         other = b if who == a else a
-        return text, question, f"{text} So {b} is {less}.", f"{who} is {word}.", who, (other,)
+        return text, question, f"{text} So {b} is {less}. I look for {word}: {who}.", f"{who} is {word}.", who, (other,)

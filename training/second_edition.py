@@ -65,7 +65,8 @@ class Writer(Errands):
             "subtract": ("-", subtract_steps, a - b),
             "multiply": ("*", multiply_steps, a * b),
         }[task]
-        template, question = self.ask(task, a=a, b=b)
+        said = (b, a) if task == "multiply" and self.rng.random() < 0.3 else (a, b)
+        template, question = self.ask(task, a=said[0], b=said[1])
         reply = (think(f"This is {a} {op} {b}. {steps(a, b)[1]}"), final(f"{a} {op} {b} = {value}."))
         facts = {"op": op, "a": a, "b": b}
         tags = (arithmetic_tag(op, a, b),)
@@ -238,7 +239,8 @@ class Writer(Errands):
         names = (*names, target)
         tags = (f"{count} function{'s' * (count > 1)}", "fits" if fits else "none fits")
         if not fits:
-            reply = (think("No function fits."), final("I have no function for that."))
+            wish = f"The user wants to {deed[0]} the {deed[1]} of {target}. No function does that."
+            reply = (think(wish), final("I have no function for that."))
             return Turn("tool", (user(question),), reply, template, facts, names, Grade(refusal=True), tags, tools)
         name, key = by_deed[deed]
         invocation = call(name, {key: target})
@@ -371,7 +373,8 @@ def conversations(
         writer.comparing: 1, writer.fact: 2, writer.detail: 2, writer.talk: 1.2, writer.beyond: 2.2,
     }  # fmt: skip
     if writer.wording == "train":
-        makers |= {writer.life: 2.5, writer.picking: 2.5, writer.numbers: 2, writer.listing: 2}
+        makers |= {writer.life: 2.2, writer.picking: 2.5, writer.numbers: 2, writer.listing: 2}
+        makers |= {writer.comparing: 1.5, writer.detail: 2.6, writer.talk: 1.8}
     size = rng.choice((1, *range(2, MOST_TURNS + 1)))
     facts = dict(zip(rng.sample(_KEYS, 2), writer.names(2), strict=True))
     told = {key: writer.value(TOLD[key][3]) for key in rng.sample(list(TOLD), 2)}

@@ -160,6 +160,8 @@ class Source:
                 word += rng.choice(_AFTER[word[-2:]])
             word = word.strip()
             word += rng.choice(("x", "z", "k", "v") if word[-1] in "aeiouy" else ("a", "o", "u", "i", "ov"))
+            if word.lower() in _TABLED:
+                continue
             if 5 <= len(word) <= 10 and held_out(word) == (self.split == "held-out"):
                 return word.capitalize() if rng.random() < 0.7 else word
 
