@@ -12,9 +12,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from asking import REQUESTS
 from lives import Lives
 from turns import COMMON, Turn
-from wordings import expand, without_choices
+from wordings import drawn_from, expand, without_choices
 
 from halfbyte.evals import words
 from halfbyte.evals.grading import Grade
@@ -371,7 +372,7 @@ class Errands(Lives):
                 if described:
                     schema["description"] = SLOTS[s][2]
                 properties[parameters[s]] = schema
-            always = [re.findall(r"{(\w+)}", without_choices(a)) for a in asks]
+            always = [re.findall(r"{(\w+)}", without_choices(a)) for a in (*asks, *REQUESTS.get((verb, noun), ()))]
             required = [parameters[s] for s in every if all(s in each for each in always)]
             whole: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
             wrapped = rng.random() < 0.08
@@ -384,6 +385,8 @@ class Errands(Lives):
         return (*ERRANDS, *MORE_ERRANDS) if self.wording == "train" else ERRANDS
 
     def errand_asked(self, row: tuple[str, str, str, tuple[str, ...]]) -> str:
+        if self.wording == "train" and row[:2] in REQUESTS and self.rng.random() < 0.6:
+            return drawn_from(self.rng, REQUESTS[row[:2]], row[3][-(len(row[3]) // 4) :])
         template = self.pick(row[3])
         return expand(self.rng, template) if "[" in template else template
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -84,9 +84,14 @@ def plain(template: str) -> str:
 
 def worded(rng: Random, task: str, held_out: Collection[str]) -> str:
     """A wording of a task that is none of the held-out ones."""
+    return drawn_from(rng, WORDINGS[task].rules, held_out)
+
+
+def drawn_from(rng: Random, rules: Sequence[str], held_out: Collection[str]) -> str:
+    """A sentence of one of the rules that is none of the held-out ones."""
     unseen = {plain(template) for template in held_out}
     while True:
-        template = expand(rng, rng.choice(WORDINGS[task].rules))
+        template = expand(rng, rng.choice(rules))
         if plain(template) not in unseen:
             return template
 

@@ -6,9 +6,11 @@ import re
 from random import Random
 
 import pytest
+from asking import REQUESTS
+from errands import ERRANDS
 from everyday import COMPARE, LETTERS, LISTS, NAMED, OUTSIDE, PERSONA, REPEAT, STORIES, TALK, TOLD
 from phrasings import PHRASINGS, SEEN
-from wordings import WORDINGS, expand, plain, ways, worded
+from wordings import WORDINGS, drawn_from, expand, plain, ways, worded
 
 # task -> wordings that training does not have, and wordings whose fields it may use
 HELD_OUT = {task: table[SEEN:] for task, table in PHRASINGS.items()}
@@ -58,3 +60,16 @@ def test_a_held_out_wording_is_drawn_again() -> None:
     drawn = worded(Random(1), "turned", ())
     again = worded(Random(1), "turned", (drawn.lower().rstrip(".?!"),))
     assert plain(again) != plain(drawn)
+
+
+@pytest.mark.parametrize("key", REQUESTS)
+def test_requests_have_the_slots_of_their_function(key: tuple[str, str]) -> None:
+    (row,) = [row for row in ERRANDS if row[:2] == key]
+    slots = {slot for wording in row[3] for slot in re.findall(r"{(\w+)}", wording)}
+    unseen = row[3][-(len(row[3]) // 4) :]
+    drawn = {drawn_from(Random(f"{key}/{i}"), REQUESTS[key], unseen) for i in range(300)}
+    assert len(drawn) >= 12
+    for template in drawn:
+        assert set(re.findall(r"{(\w+)}", template)) <= slots, template
+        assert not re.search(r"[\[\]|]", template.replace("{", "").replace("}", "")), template
+        assert plain(template) not in {plain(t) for t in unseen}
