@@ -437,11 +437,36 @@ def test_a_wrong_lane_on_this_gpu(wrong: str, monkeypatch: pytest.MonkeyPatch) -
     assert any(f"{name} row" in said for said in report.problems), report.problems
 
 
-@pytest.mark.parametrize(("host_layers", "host_activation", "expected"), [(0, "int8", "bf16"), (1, "int8", "int8"), (1, "f32", "bf16")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host_layers", "host_activation", "formats"),
+    [(0, "int8", ("bf16",)), (1, "int8", ("bf16", "int8")), (1, "f32", ("bf16", "f32"))],
+)
 def test_rows_in_front_of_experts_in_host_memory_are_allowed_their_rounding(
-    host_layers: int, host_activation: str, expected: str
+    host_layers: int, host_activation: str, formats: tuple[str, ...]
 ) -> None:
     choice, _ = choice_of("balanced")
     spec = replace(choice.spec, activation="bf16", host_layers=host_layers, host_activation=host_activation)
-    for regime in self_test.REGIMES:
-        assert self_test.tolerance(spec, regime) == self_test.TOLERANCE[expected]
+    assert {self_test.activations(spec, regime) for regime in self_test.REGIMES} == {formats}
+
+
+@pytest.mark.parametrize("preset", ["fast", "balanced"])
+@pytest.mark.parametrize("wrong", ["", "down", "o"])
+def test_int8_rows_of_the_cpu_kernels_pass_and_wrong_weights_do_not(
+    preset: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of int8 is as large as an element beside a large one; a neighbour's row is further off."""
+    g = gates.PRESETS[preset].gates
+    choice = choose(SMALL, g, ARCHES["cpu"])
+    assert choice.spec.activation == "int8"
+    enlarge = self_test.enlarged
+
+    def moved(*args: Any) -> Any:
+        weights = enlarge(*args)
+        m = getattr(weights.layers[0], wrong)
+        setattr(weights.layers[0], wrong, replace(m, data=m.data.roll(1, -2)))
+        return weights
+
+    if wrong:
+        monkeypatch.setattr(self_test, "enlarged", moved)
+    report = self_test.run(SMALL, choice, g, CPU)
+    assert bool(report.problems) == bool(wrong), report.problems

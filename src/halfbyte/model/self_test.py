@@ -22,7 +22,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfbyte.errors import EngineError, PlanError, UsageError
 from halfbyte.gates import Gates, cache_folder
@@ -50,6 +50,9 @@ CHUNKS = (130, 20, 1, 3, 300)
 # A code differs from its neighbours by a sixth or more. What is between may be rounded once or twice, as the
 # activations are: relative, and in units of the group's scale (or of the row).
 TOLERANCE = {"f32": 0.01, "bf16": 0.01, "int8": 0.03, "fp8": 0.09, "mxfp8": 0.09}
+# int8 has one step for a group of elements, half of which each rounding may add to the small ones too; a value is
+# rounded in front of the next matrix and in front of the head.
+GROUP, ROUNDINGS = 32, 2
 # Of the logits of two layers; no more than `lab/plan_comparison.py` allows (docs/numerics.md).
 TWIN = {"f32": 2e-4, "bf16": 2e-2, "int8": 4e-2, "fp8": 8e-2, "mxfp8": 8e-2, "mxfp4": 0.4}
 
@@ -197,10 +200,6 @@ def activations(spec: Spec, regime: Regime) -> tuple[str, ...]:
     return (own, spec.host_activation) if spec.host_layers else (own,)
 
 
-def tolerance(spec: Spec, regime: Regime) -> float:
-    return max(TOLERANCE.get(a, 0.09) for a in activations(spec, regime))
-
-
 def step_of(tokens: Tensor, device: torch.device) -> Step:
     """One token to a sequence, each at its beginning."""
     rows = len(tokens)
@@ -241,7 +240,7 @@ def ask(probe: Probe, config: ModelConfig, choice: PlanChoice, gates: Gates, reg
         if regime in problems:
             continue
         got = model.forward(step_of(probe.tokens[rows], model.device)).double()
-        problem = judge(probe, rows, got[:, : probe.want.shape[1]], tolerance(choice.spec, regime))
+        problem = judge(probe, rows, got[:, : probe.want.shape[1]], activations(choice.spec, regime))
         if problem is not None:
             names = ", ".join(choice.selection.chosen[regime])
             problems[regime] = f"{regime} ({names}), step of {len(rows)}: {problem}"
@@ -255,10 +254,20 @@ def enlarged(small: Weights, config: ModelConfig, choice: PlanChoice) -> Weights
     return place_experts(weights, choice.spec.host_layers)
 
 
-def judge(probe: Probe, rows: Sequence[int], got: Tensor, tolerance: float) -> str | None:
+def allowed_error(want: Tensor, unit: Tensor, formats: Sequence[str]) -> Tensor:
+    """How far each element may be off where rows have these formats in front of weights."""
+    allowed = max(TOLERANCE.get(a, 0.09) for a in formats) * (want.abs() + unit / 4)
+    if "int8" not in formats:
+        return allowed
+    groups = nn.functional.pad(want.abs(), (0, -want.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    largest = groups.amax(2).repeat_interleave(GROUP, 1)[:, : want.shape[1]]
+    return allowed + ROUNDINGS * largest / 254
+
+
+def judge(probe: Probe, rows: Sequence[int], got: Tensor, formats: Sequence[str]) -> str | None:
     """The wrong elements, described as precisely as possible, or None."""
     want, unit = probe.want[rows], probe.unit[rows]
-    wrong = ~((got - want).abs() <= tolerance * (want.abs() + unit / 4))  # NaN is wrong as well
+    wrong = ~((got - want).abs() <= allowed_error(want, unit, formats))  # NaN is wrong as well
     if not bool(wrong.any()):
         return None
     places = wrong.nonzero()
