@@ -63,6 +63,7 @@ TYPED: dict[str, tuple[list[str], Any]] = {
     "max_seqs": (["3"], 3),
     "max_rows_per_step": (["512"], 512),
     "max_rows_with_decode": (["256"], 256),
+    "max_rows_in_burst": (["1024"], 1024),
     "kv_gib": (["1.5"], 1.5),
     "gpu_memory": (["24GiB"], 24 << 30),
     "reserve_gib": (["0.25"], 0.25),

@@ -79,6 +79,7 @@ def play(seed: int, answer_rows: int, folder: Path) -> tuple[list[str], Counter[
         max_context=LONGEST, eos_tokens=(EOS,), max_seqs=rng.choice([2, 5, 8]),
         max_rows_per_step=rng.choice([8, 16, 64]), max_rows_with_decode=rng.choice([8, 2048]),
         run_ahead=rng.random() < 0.7, prefix_cache=rng.random() < 0.8, answer_rows=answer_rows,
+        max_rows_in_burst=24 * (seed % 2),
     )  # fmt: skip
     shared = [random_prompt(rng, 10, 80) for _ in range(2)]
     todo = [random_request(rng, i, shared)[0] for i in range(rng.randint(4, 12))]

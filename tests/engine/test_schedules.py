@@ -154,7 +154,7 @@ def run_schedule(
             pages=pages, page_size=page_size, window=window, vocab=VOCAB, max_context=longest, eos_tokens=(EOS,),
             max_seqs=max_seqs, max_rows_per_step=max(max_seqs, rng.choice([8, 16, 64])),
             run_ahead=not on_host and rng.random() < 0.7, prefix_cache=rng.random() < 0.8,
-            max_rows_with_decode=rng.choice([4, 2048]), host_steps=on_host,
+            max_rows_with_decode=rng.choice([4, 2048]), max_rows_in_burst=24 * (seed % 2), host_steps=on_host,
         ),
         vocabulary or FakeVocabulary(),
         make_proposer(method, rng),

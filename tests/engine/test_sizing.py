@@ -16,6 +16,7 @@ from halfbyte.engine.sizing import (
     host_tier,
     memory_account,
     page_limits,
+    rows_in_burst,
     rows_per_step,
     rows_with_decode,
     workspace,
@@ -108,6 +109,14 @@ def test_large_steps_only_where_there_is_room() -> None:
     assert rows_with_decode(EngineOptions(), 7, MACHINES["cpu"][1]) == 7
     assert rows_with_decode(EngineOptions(max_rows_with_decode=2048), 8192, MACHINES["discrete"][1]) == 2048
     assert rows_with_decode(EngineOptions(max_rows_with_decode=2048), 256, MACHINES["cpu"][1]) == 256
+    burst = {name: rows_in_burst(EngineOptions(), rows[name], state) for name, (_, state) in MACHINES.items()}
+    assert burst == {"discrete": 2816, "unified": 2048, "cpu": 64}
+    large = MACHINES["discrete"][1]
+    assert rows_in_burst(EngineOptions(), 1024, large) == 1024
+    assert rows_in_burst(EngineOptions(max_rows_with_decode=704), 8192, large) == 704, "the gap was chosen"
+    assert rows_in_burst(EngineOptions(max_rows_in_burst=4096), 8192, large) == 4096
+    assert rows_in_burst(EngineOptions(max_rows_in_burst=4096), 2048, large) == 2048
+    assert rows_in_burst(EngineOptions(max_rows_in_burst=64), 8192, large) == 704
     assert workspace(CONFIG, 8192) / GIB == pytest.approx(2.0, abs=0.1)
 
 

@@ -30,6 +30,7 @@ from halfbyte.engine.sizing import (
     longest_context,
     memory_account,
     page_limits,
+    rows_in_burst,
     rows_per_step,
     rows_with_decode,
 )
@@ -101,7 +102,8 @@ def core_for(
     engine_config = EngineConfig(
         pages=pages, page_size=options.page_size, window=config.window, vocab=config.vocab, max_context=context,
         eos_tokens=eos, max_seqs=options.max_seqs, max_rows_per_step=rows,
-        max_rows_with_decode=rows_with_decode(options, rows, memory), max_waiting=options.max_waiting,
+        max_rows_with_decode=rows_with_decode(options, rows, memory),
+        max_rows_in_burst=rows_in_burst(options, rows, memory), max_waiting=options.max_waiting,
         run_ahead=options.run_ahead and not on_host, prefix_cache=options.prefix_cache, host_steps=on_host,
         answer_rows=answer_rows,
     )  # fmt: skip
@@ -131,6 +133,7 @@ def core_for(
         "max_seqs": options.max_seqs,
         "max_tokens_per_step": rows,
         "max_tokens_beside_decode": engine_config.max_rows_with_decode,
+        "max_tokens_in_burst": engine_config.max_rows_in_burst,
     }  # fmt: skip
     info = SourceInfo(label, min(context, core.scheduler.longest), config.vocab, eos, details)
     return core, info, tokenizer

@@ -20,6 +20,7 @@ class EngineConfig:
     max_seqs: int = 64  # running at once
     max_rows_per_step: int = 2048  # the chunk size of a long prompt while no sequence decodes
     max_rows_with_decode: int = 2048  # in a step that also decodes: those sequences wait for it
+    max_rows_in_burst: int = 0  # in a step that also decodes, while many prompts wait (`bursts.py`); 0: no more
     max_waiting: int = 4096
     run_ahead: bool = True
     prefix_cache: bool = True

@@ -65,6 +65,11 @@ class EngineOptions:
         None, "--max-tokens-with-decode", "Most tokens in a step in which other requests wait for their next token.",
         spellings=("--max-tokens-beside-decode",), minimum=1,
     )  # fmt: skip
+    max_rows_in_burst: int | None = flag(
+        None, "--max-tokens-in-burst",
+        "The same while many prompts arrive at once; default: more on a large GPU, but as many where that is given.",
+        minimum=1,
+    )  # fmt: skip
     max_waiting: int = field(default=4096, metadata={"minimum": 1})
     page_size: int = field(default=PAGE_SIZE, metadata={"minimum": 1})
     # None: what is free minus the reserve, at most enough for max_seqs contexts.

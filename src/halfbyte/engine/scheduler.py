@@ -2,10 +2,11 @@
 
 Every step serves every sequence that decodes, then spends what is left of its token budget on prompts, so a long
 prompt slows the others down but never stops them; while no sequence decodes, and no short prompt of another client
-waits for the step, the budget may be larger. Prompts go in turn: first those of the client that has had least
-(`clients.py`), the oldest of them first. The first in turn is finished if it can be, else it gets at least half; the
-rest goes to prompts that it finishes, the shortest first and waiting ones included, then to longer ones in turn. So a
-short prompt waits for no long one, however many there are, and a long one always gets its half in its turn.
+waits for the step, the budget may be larger, and somewhat larger while prompts come in a burst (`bursts.py`). Prompts
+go in turn: first those of the client that has had least (`clients.py`), the oldest of them first. The first in turn is
+finished if it can be, else it gets at least half; the rest goes to prompts that it finishes, the shortest first and
+waiting ones included, then to longer ones in turn. So a short prompt waits for no long one, however many there are, and
+a long one always gets its half in its turn.
 
 Slots and pages are shared among clients, too. The client that holds least is admitted first, and a sequence that
 finds no room takes that of a client which then still holds as much. Sequences of one client are admitted in order; one
@@ -36,6 +37,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import Protocol
 
+from halfbyte.engine.bursts import Bursts
 from halfbyte.engine.clients import Clients, held_pages
 from halfbyte.engine.config import EngineConfig
 from halfbyte.engine.request import Request
@@ -78,6 +80,9 @@ class Scheduler:
         self.max_rows = max(config.max_rows_per_step, config.max_seqs)
         turns = ANSWER_STEPS if config.answer_rows else 1
         self.max_rows_with_decode = max(turns * config.max_rows_with_decode, config.max_seqs)
+        self.max_rows_in_burst = max(self.max_rows_with_decode, config.max_rows_in_burst)
+        self._bursts = Bursts()
+        self._pages_short = False  # of those that wait, one has found no pages
         # Prompts that are read in several steps wait for slots in front of which others may pass.
         self.most_unfinished = max(4, config.max_seqs // 4)
         self.row_budget = self.max_rows  # shrinks while memory is short
@@ -129,6 +134,10 @@ class Scheduler:
             raise QueueFullError(
                 f"{self.num_waiting} requests wait already (the limit is {self.config.max_waiting}); try again later."
             )
+        if not self.num_waiting:
+            self._pages_short = False
+            if not self.running:
+                self._bursts = Bursts()
         client = self.clients.arrive(seqs[0].request.client)
         for seq in seqs:
             self._order += 1
@@ -299,7 +308,9 @@ class Scheduler:
         again, so that a client which holds less has room. `short`: other sequences wait for this step to decode."""
         limit = self.row_budget
         if step.rows or short or self._must_be_short(prompts):
-            limit = min(limit, max(self.max_rows_with_decode, step.rows + self.max_rows_with_decode // PROMPT_PART))
+            least = step.rows + self.max_rows_with_decode // PROMPT_PART
+            burst = step.rows and self._in_burst(prompts)
+            limit = min(limit, max(self.max_rows_in_burst if burst else self.max_rows_with_decode, least))
         budget = limit - step.rows
         if budget <= 0 or not (prompts or self.num_waiting):
             return []
@@ -328,6 +339,12 @@ class Scheduler:
                 step.score_room += SCORED_ROWS // 2
             self._add_chunk(step, first, share + budget)
         return yielding
+
+    def _in_burst(self, prompts: list[Sequence]) -> bool:
+        """Whether many prompts are to be read beside what decodes. Those count that have room: if the others were the
+        reason for larger steps, a full engine would never have short ones."""
+        coming = 0 if self._pages_short else min(self.num_waiting, len(self._slots))
+        return self._bursts.now(len(self.running) + coming, len(prompts) + coming)
 
     def _must_be_short(self, prompts: list[Sequence]) -> bool:
         """Whether a short prompt would wait for a step that is large for the sake of another client's long one. On a
@@ -378,11 +395,13 @@ class Scheduler:
                 need = self.pages.cost(seq.tables, hit, len(seq.tokens) + 1, self.row_budget)
                 if reserved and need + reserved > self.pages.capacity:
                     num_blocked += 1
+                    self._pages_short = True
                     break
                 lack = need + max(0, promised) + len(self.running) + coming - self.pages.available
                 if not self.running and not coming:
                     lack = 0
                 if lack > 0 or not self._slots:
+                    self._pages_short = self._pages_short or lack > 0
                     if may_exchange:
                         yielding = self.clients.room_for(client, need, lack, slot=not self._slots)
                         if yielding:
@@ -463,6 +482,7 @@ class Scheduler:
         return count
 
     def _mark_launched(self, step: ScheduledStep) -> ScheduledStep:
+        answers = 0
         for chunk in step.chunks:
             seq = chunk.sequence
             seq.num_scheduled_tokens = chunk.start + chunk.count
@@ -470,6 +490,8 @@ class Scheduler:
             seq.client.served += chunk.count
             if chunk.samples:
                 seq.num_pending_tokens += 1
+                answers += 1
+        self._bursts.step_launched(answers)
         self._answer_steps = self._answer_steps + 1 if step.regime == "batch" else 0
         step.ahead = step.ahead and self.config.run_ahead
         return step

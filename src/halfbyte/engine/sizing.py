@@ -25,6 +25,7 @@ ENGINE_PROCESS = 384 * MIB  # interpreter, torch and tokenizer of the engine's p
 LARGE_GPU = 64 * GIB
 CPU_ROWS, CPU_ROWS_WITH_DECODE = 256, 64
 LARGE_GPU_ROWS_WITH_DECODE = 704  # 120b on an H200: steps of 30 ms, gaps of about 35 ms for clients (docs/LOG.md)
+LARGE_GPU_ROWS_IN_BURST = 2816  # the same by the model of its steps: 67 ms, at twice the speed of prompts
 STREAMING_GPU = 20 * GIB  # has room for the activations of 8192 rows beside a layer of experts
 STREAMED_LAYER = 7 / 6  # a layer's experts as the GPU multiplies them, and the pieces that are on their way
 SCRATCH = 1  # page 0 belongs to no sequence
@@ -68,6 +69,17 @@ def rows_with_decode(options: EngineOptions, rows: int, memory: MemoryState) -> 
     if not memory.on_gpu:
         return min(rows, CPU_ROWS_WITH_DECODE)
     return min(rows, LARGE_GPU_ROWS_WITH_DECODE if not memory.shared and memory.size > LARGE_GPU else 2048)
+
+
+def rows_in_burst(options: EngineOptions, rows: int, memory: MemoryState) -> int:
+    """Row budget of a step that also decodes while prompts come in a burst. Who names the budget beside decoding has
+    it in a burst, too."""
+    beside = rows_with_decode(options, rows, memory)
+    if options.max_rows_in_burst is not None:
+        return max(beside, min(rows, options.max_rows_in_burst))
+    if options.max_rows_with_decode is None and beside == LARGE_GPU_ROWS_WITH_DECODE:
+        return min(rows, LARGE_GPU_ROWS_IN_BURST)
+    return beside
 
 
 def workspace(config: ModelConfig, rows: int) -> int:
