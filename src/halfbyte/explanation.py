@@ -13,7 +13,7 @@ import torch
 
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.placement import Placement, find_placement
-from halfbyte.engine.sizing import memory_account, page_limits
+from halfbyte.engine.sizing import memory_account, page_limits, with_fitting_steps
 from halfbyte.errors import CheckpointError, NotEnoughMemoryError, UsageError
 from halfbyte.formats.matrices import Formats
 from halfbyte.gates import LAYER_GROUPS, Gates, Layers, as_stored, preset_name
@@ -343,10 +343,11 @@ def rooms_in(
             nowhere = Placement(gates, config.layers, 0, facts.weight_bytes(gates, arch), 0)
             rooms.append(Room(machine, gpu, name, 0.0, config.max_context, f"{machine}, {name}: {e}", nowhere))
             continue
-        options = EngineOptions(gates=placement.gates)
         weights = placement.device_bytes
-        account = memory_account(config, options, state, weights=weights, own_process=True)  # as `serve` asks
         page = page_bytes(config, choose(config, gates, arch).spec)
+        options = EngineOptions(gates=placement.gates)  # and the account, as `serve` asks
+        options = with_fitting_steps(config, options, state, page, weights=weights, own_process=True)
+        account = memory_account(config, options, state, weights=weights, own_process=True)
         limits = page_limits(config, options, state, page)
         head = f"{machine}, {name}: {placement.line or f'weights {gib(weights)}'}"
         contexts = 0.0
@@ -367,6 +368,7 @@ def fits(facts: CheckpointFacts, options: EngineOptions, state: MemoryState, arc
     """Whether so many bytes of weights leave room for one context, as a start is checked."""
     config = facts.config
     page = page_bytes(config, choose(config, replace(options.gates, experts_in_host="auto"), arch).spec)
+    options = with_fitting_steps(config, options, state, page, weights=weights, own_process=True)
     account = memory_account(config, options, state, weights=weights, own_process=True)
     return page_limits(config, options, state, page).least * page <= account.kv_room
 

@@ -8,11 +8,12 @@ import pytest
 
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.placement import HOST_RESERVE, Placement, find_placement
-from halfbyte.engine.sizing import check_start, rows_per_step
+from halfbyte.engine.sizing import check_start, rows_per_step, with_fitting_steps
 from halfbyte.errors import NotEnoughMemoryError, UsageError
 from halfbyte.explanation import explain
 from halfbyte.gates import Gates, parse
 from halfbyte.memory import GIB, MemoryState
+from halfbyte.model.gpt_oss import choose, page_bytes
 from halfbyte.model.load import read_facts, resolve_model
 from halfbyte.plan.phase import ARCHES
 
@@ -46,8 +47,29 @@ def test_as_few_layers_as_fit(gpu: int) -> None:
         return
     fewer = replace(options, gates=replace(options.gates, experts_in_host=str(placement.host_layers - 1)))
     less = find_placement(FACTS["120b"], fewer, memory, SM90)
+    large = replace(fewer, max_rows_per_step=rows_per_step(options, memory))
     with pytest.raises(NotEnoughMemoryError):
-        check_start(FACTS["120b"].config, fewer, memory, SM90, less.device_bytes, own_process=False)
+        check_start(FACTS["120b"].config, large, memory, SM90, less.device_bytes, own_process=False)
+
+
+@pytest.mark.parametrize("gpu", [12, 16, 24, 32])
+def test_steps_are_smaller_where_the_placement_leaves_less_room(gpu: int) -> None:
+    """One layer more on the GPU than with the largest steps: the KV cache of a context still fits."""
+    memory, config = machine(gpu, 96), FACTS["120b"].config
+    placement, options = placed("120b", memory)
+    options = replace(options, gates=replace(options.gates, experts_in_host=str(placement.host_layers - 1)))
+    weights = find_placement(FACTS["120b"], options, memory, SM90).device_bytes
+    page = page_bytes(config, choose(config, options.gates, SM90).spec)
+    try:
+        check_start(config, options, memory, SM90, weights, own_process=False)
+    except NotEnoughMemoryError:
+        assert gpu == 12, "a layer is more than all of the workspace"
+        assert with_fitting_steps(config, options, memory, page, weights=weights) is options
+        return
+    smaller = with_fitting_steps(config, options, memory, page, weights=weights)
+    assert 1024 <= rows_per_step(smaller, memory) < rows_per_step(options, memory)
+    named = replace(options, max_rows_per_step=rows_per_step(options, memory))
+    assert with_fitting_steps(config, named, memory, page, weights=weights) is named
 
 
 def test_what_people_have() -> None:

@@ -33,6 +33,7 @@ from halfbyte.engine.sizing import (
     rows_in_burst,
     rows_per_step,
     rows_with_decode,
+    with_fitting_steps,
 )
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer
 from halfbyte.engine.speculative.methods import make_proposer
@@ -85,6 +86,7 @@ def core_for(
     memory = read_memory(model.device)  # after the proposer has taken its share
     if options.gpu_memory is not None:
         memory = memory.limited_to(options.gpu_memory, torch.cuda.memory_reserved(model.device) + GPU_CONTEXT)
+    options = with_fitting_steps(config, options, memory, page_bytes)
     rows = rows_per_step(options, memory)
     limits = page_limits(config, options, memory, page_bytes)
     pages = memory_account(config, options, memory).pages(page_bytes, least=limits.least, most=limits.most)

@@ -6,7 +6,7 @@ start which passes the first check does not fail after minutes of loading. Reads
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halfbyte.engine.options import PREFIX_MEMORY, EngineOptions
 from halfbyte.errors import UsageError
@@ -27,6 +27,7 @@ CPU_ROWS, CPU_ROWS_WITH_DECODE = 256, 64
 LARGE_GPU_ROWS_WITH_DECODE = 704  # 120b on an H200: steps of 30 ms, gaps of about 35 ms for clients (docs/LOG.md)
 LARGE_GPU_ROWS_IN_BURST = 2816  # the same by the model of its steps: 67 ms, at twice the speed of prompts
 STREAMING_GPU = 20 * GIB  # has room for the activations of 8192 rows beside a layer of experts
+FEWEST_STREAMED_ROWS = 1024  # of a step that copies experts from host memory
 STREAMED_LAYER = 7 / 6  # a layer's experts as the GPU multiplies them, and the pieces that are on their way
 SCRATCH = 1  # page 0 belongs to no sequence
 
@@ -80,6 +81,30 @@ def rows_in_burst(options: EngineOptions, rows: int, memory: MemoryState) -> int
     if options.max_rows_with_decode is None and beside == LARGE_GPU_ROWS_WITH_DECODE:
         return min(rows, LARGE_GPU_ROWS_IN_BURST)
     return beside
+
+
+def with_fitting_steps(
+    config: ModelConfig,
+    options: EngineOptions,
+    memory: MemoryState,
+    page_bytes: int,
+    *,
+    weights: int | None = None,
+    own_process: bool = False,
+) -> EngineOptions:
+    """The options, with smaller steps where only so the KV cache fits beside them. Large steps are wanted because they
+    copy experts from host memory less often, not because a prompt needs them; a budget that somebody named stays."""
+    if options.max_rows_per_step is not None or not (memory.on_gpu and keeps_experts_in_host(options.gates)):
+        return options
+    limits = page_limits(config, options, memory, page_bytes)
+    needed = (limits.least if options.kv_gib is None else limits.most) * page_bytes
+    rows = rows_per_step(options, memory)
+    while rows >= FEWEST_STREAMED_ROWS:
+        smaller = replace(options, max_rows_per_step=rows)
+        if needed <= memory_account(config, smaller, memory, weights=weights, own_process=own_process).kv_room:
+            return smaller
+        rows //= 2
+    return options
 
 
 def workspace(config: ModelConfig, rows: int) -> int:
@@ -168,9 +193,9 @@ def check_start(
     own_process: bool = True,
 ) -> MemoryAccount:
     """Refuse a start that would not fit, before anything is loaded. Does not count the weights of a draft model."""
-    spec = choose(config, options.gates, arch, CHECKPOINT_FORMATS, options.page_size).spec
+    size = page_bytes(config, choose(config, options.gates, arch, CHECKPOINT_FORMATS, options.page_size).spec)
+    options = with_fitting_steps(config, options, memory, size, weights=weights, own_process=own_process)
     account = memory_account(config, options, memory, weights=weights, own_process=own_process)
-    size = page_bytes(config, spec)
     limits = page_limits(config, options, memory, size)
     account.check((limits.least if options.kv_gib is None else limits.most) * size)
     return account
