@@ -1,7 +1,7 @@
 """Two checkouts, or two models, on one GPU, turn by turn: is the one as fast as the other?
 
     python -m bench run two-trees --set before=OTHER_CHECKOUT --set rounds=5
-    python -m bench run two-trees --set before=. --set model='random:20b?weights=real' --set before-model=random:20b
+    python -m bench run two-trees --set before=. --set model=random:20b --set before-model='random:20b?weights=tame'
 
 Each checkout runs in a process of its own, which loads the weights once and then measures when told to: bare graph
 replays and whole prompts, the same tokens in both. They take turns, so that a card that warms up slows both alike. For

@@ -250,8 +250,8 @@ def test_an_unknown_number_of_sequences_is_timed_without_speculation_first() -> 
 # ---- models that draft --------------------------------------------------------------------------
 
 
-def small() -> GptOss:
-    return load_model(resolve_model("random:small"), page_size=16)
+def small(options: str = "") -> GptOss:
+    return load_model(resolve_model(f"random:small{options}"), page_size=16)
 
 
 def run(core: EngineCore, requests: list[Request]) -> list[list[int]]:
@@ -446,14 +446,18 @@ def test_eagle3_guesses_what_the_paper_says(tmp_path: Path) -> None:
             assert guesses == naive_guesses(proposer.head, taps.float(), tokens, len(guesses))
 
 
-def test_a_borrowed_output_layer_has_no_norm_in_it(tmp_path: Path) -> None:
-    """Quantising moves the final norm into the model's head; a draft head has a norm of its own in front of it."""
-    plain = small()
+@pytest.mark.parametrize(("weights", "error", "ones"), [("tame", 0.01, 1.0), ("real", 0.02, 0.9)])
+def test_a_borrowed_output_layer_has_no_norm_in_it(weights: str, error: float, ones: float, tmp_path: Path) -> None:
+    """Quantising moves the final norm into the model's head, but for powers of two in front of small columns; a draft
+    head has a norm of its own in front of it. Where norms are uneven, columns behind small ones lose bits."""
+    plain = small(f"?weights={weights}")
     quantised = GptOss(checkpoint.assemble(checkpoint.MemorySource(plain.weights), layer_formats={"lm_head": "q8"}))
-    assert bool((quantised.weights.final_norm == 1).all())
+    norm = quantised.weights.final_norm.float()
+    assert bool((torch.frexp(norm).mantissa == 0.5).all())
+    assert float((norm == 1).float().mean()) >= ones
     folder = write_head(tmp_path / "h", plain, aux=False, own_vocab=None)
     theirs, ours = Eagle3Head(folder, plain), Eagle3Head(folder, quantised)
-    assert (ours._lm_head - theirs._lm_head).norm() < 0.01 * theirs._lm_head.norm()
+    assert (ours._lm_head - theirs._lm_head).norm() < error * theirs._lm_head.norm()
     x = torch.randn(3, plain.config.hidden, generator=torch.Generator().manual_seed(0))
     assert ours.features(x).equal(theirs.features(x))
 

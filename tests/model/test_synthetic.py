@@ -329,10 +329,11 @@ def test_options_of_random_weights_are_checked(options: str) -> None:
 
 
 def test_options_of_random_weights() -> None:
+    assert load.resolve_model("random:small").character == synthetic.REAL
+    assert load.resolve_model("random:small?weights=tame").character == synthetic.TAME
     name = load.resolve_model("random:small?skew=0.6&weights=real")
     assert name.character == synthetic.Character(real=True, skew=0.6)
-    assert load.resolve_model("random:small").character == synthetic.TAME
     model = load.load_model(name)
     assert int(model.weights.layers[-1].down.data.numel()) > 0
-    plain = load.load_model(load.resolve_model("random:small"))
+    plain = load.load_model(load.resolve_model("random:small?weights=tame"))
     assert not torch.equal(model.weights.layers[0].sinks, plain.weights.layers[0].sinks)

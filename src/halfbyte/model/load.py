@@ -108,8 +108,8 @@ def resolve_model(text: str | None) -> ModelName:
 
 
 def _character(options: str) -> synthetic.Character:
-    """`weights=real&skew=0.6`, in any order; empty: tame weights and even routing."""
-    character = synthetic.TAME
+    """`weights=tame&skew=0.6`, in any order; empty: weights like real ones and even routing."""
+    character = synthetic.REAL
     for option in filter(None, options.split("&")):
         key, _, value = option.partition("=")
         if key == "weights" and value in ("real", "tame"):
@@ -118,7 +118,7 @@ def _character(options: str) -> synthetic.Character:
             character = replace(character, skew=float(value))
         else:
             raise UsageError(
-                f"{quote(option)} is not an option of random weights; use {RANDOM}120b?weights=real, or skew=0.6 (0 to "
+                f"{quote(option)} is not an option of random weights; use {RANDOM}120b?weights=tame, or skew=0.6 (0 to "
                 "4), joined by &."
             )
     return character

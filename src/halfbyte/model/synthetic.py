@@ -77,7 +77,7 @@ class Character:
     skew: float = 0.0
 
 
-TAME = Character()
+TAME, REAL = Character(), Character(real=True)
 
 
 class SyntheticSource:
@@ -300,11 +300,12 @@ def write_gguf(
     dense: WeightFormat | None = None,
     tokenizer: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    character: Character = TAME,
 ) -> None:
     """The weights of `make(config, seed)` on a CPU, as a GGUF file; a `dense` format other than None (bf16) rounds the
     unquantised matrices."""
     tokenizer = Path(tokenizer) if tokenizer is not None else None
-    source = SyntheticSource(config, seed)
+    source = SyntheticSource(config, seed, character=character)
     from halfbyte.model import gguf_writer
 
     gguf_writer.write_file(source, Path(file), dense=dense, tokenizer=tokenizer, progress=progress)

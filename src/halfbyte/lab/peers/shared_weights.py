@@ -87,7 +87,7 @@ def write(model: SharedModel, progress: Progress = lambda _: None) -> Path:
     def report(done: int, total: int, name: str) -> None:
         progress(f"writing {path.name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
-    synthetic.write_gguf(NAMED[model.shape], 0, path, dense=model.dense, progress=report)
+    synthetic.write_gguf(NAMED[model.shape], 0, path, dense=model.dense, progress=report, character=synthetic.REAL)
     return path
 
 
