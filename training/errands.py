@@ -410,8 +410,7 @@ class Errands(Lives):
         names = tuple(v for v in drawn.values() if isinstance(v, str) and " " not in v)
         names = ()
         if chosen is None:
-            wish = f"The user wants this: {expand(rng, row[2])} No function does that."
-            reply = (think(wish), final("I have no function for that."))
+            reply = (think("No function fits."), final("I have no function for that."))
             return Turn("errand", (user(question),), reply, template, {}, names, Grade(refusal=True), tags, tools)
         arguments = {chosen.parameters[s]: CODES.get(v, v) if isinstance(v, str) else v for s, v in drawn.items()}
         if chosen.wrapped:

@@ -402,15 +402,13 @@ class Everyday(Source):
         text = " ".join(sentences)
         kind = self.rng.random()
         if kind < 0.15:
-            others = [row for row in READ if row[0] not in {r[0] for r in rows}]
-            question = self.around(
-                wrap.format(t=text, q=self.rng.choice(self.rng.choice(others)[1]).format(n=names[at]))
-            )
+            other = self.rng.choice([row for row in READ if row[0] not in {r[0] for r in rows}])
+            question = self.around(wrap.format(t=text, q=self.rng.choice(other[1]).format(n=names[at])))
             return self.turn(
                 "fact",
                 wrap,
                 question,
-                f"I look for {names[at]}. The text says: {sentences[at]} It does not say that.",
+                f"Asked: {before_value(other[0], names[at])}. The text says: {sentences[at]} It does not say that.",
                 "The text does not say that.",
                 Grade(phrases=(("does not say",),)),
                 bare="unknown",
@@ -419,12 +417,12 @@ class Everyday(Source):
         if kind < 0.55:
             question, thought = (
                 ask(self.rng.choice(rows[at][2])),
-                f"I look for {values[at]}. I read: {' '.join(sentences[: at + 1])} It is {names[at]}.",
+                f"Asked: {rows[at][0].format(n='who', v=values[at])} I read: {' '.join(sentences[: at + 1])} It is {names[at]}.",
             )
             wanted = names[at]
         else:
             question, wanted = ask(self.rng.choice(rows[at][1])), values[at]
-            thought = f"I look for {names[at]}. The text says: {sentences[at]}"
+            thought = f"Asked: {before_value(rows[at][0], names[at])}. The text says: {sentences[at]}"
         asked = self.around(wrap.format(t=text, q=question))
         return Turn(
             "fact",
@@ -520,6 +518,11 @@ class Everyday(Source):
             grade=Grade(phrases=((name,),)),
             bare=name,
         )
+
+
+def before_value(fact: str, name: str) -> str:
+    """What a fact of the table says of a person up to its value: what a question asks for, in the text's words."""
+    return fact.partition("{v}")[0].format(n=name).strip()
 
 
 def digit_by_digit(a: int, b: int) -> str:

@@ -108,25 +108,26 @@ class Lives(Remarks):
         if kind < 0.12:
             there = [LIFE[f[1]][0] for f in facts if f[0] == person]
             missing = [r for r in range(len(LIFE)) if not any(related(LIFE[r][0], fact) for fact in there)]
-            question = expand(rng, rng.choice(LIFE[rng.choice(missing)][1])).format(n=called)
-            thought, answer, bare = (
-                f"I look for {called}. The text says: {' '.join(own)} It does not say that.",
-                ABSENT,
-                "unknown",
-            )
+            other = LIFE[rng.choice(missing)]
+            question = expand(rng, rng.choice(other[1])).format(n=called)
+            asked = other[0].partition("{v}")[0].strip()
+            thought = f"Asked: {called} {asked}. The text says: {' '.join(own)} It does not say that."
+            answer, bare = ABSENT, "unknown"
             grade = Grade(phrases=(("does not say",),))
         elif kind < 0.4:
             question = expand(rng, rng.choice(for_person)).format(v=value)
             answer, bare = f"{names[person]} {predicate.format(v=value)}.", names[person]
-            thought = f"I look for {value}. I read: {' '.join(read)} It is {bare}."
+            thought = f"Asked: who {predicate.format(v=value)}. I read: {' '.join(read)} It is {bare}."
             grade = Grade(phrases=((bare,),))
         else:
             question = expand(rng, rng.choice(for_value)).format(n=called)
-            thought = f"I look for {called}. The text says: {' '.join(told)}"
+            asked = predicate.partition("{v}")[0].strip()
+            thought = f"Asked: {called} {asked}. The text says: {' '.join(told)}"
         wrap = rng.choice(_WRAPS)
-        asked = self.around(wrap.format(t=text, q=question))
+        said = self.around(wrap.format(t=text, q=question))
         return Turn(
-            "life", (user(asked),), (think(thought), final(answer)), wrap, {"text": text},
+            "life",
+            (user(said),), (think(thought), final(answer)), wrap, {"text": text},
             self.own(tuple(n for n in firsts if n not in words.NAMES)), grade, bare=bare,
         )  # fmt: skip
 

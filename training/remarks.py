@@ -253,8 +253,10 @@ class Remarks(Everyday):
         if possessive:
             kind = rng.randrange(3)
             question = (f"Whose {i} is {c}?", f"What colour is {n}'s {i}?", f"Who has the {c} {i}?")[kind]
-            asked = n if kind == 1 else c
-            return text, question, f"I look for {asked}. The text says: {said}", said, n if kind != 1 else c, ()
+            if kind == 1:
+                return text, question, f"Asked: the colour of {n}'s {i}. The text says: {said}", said, c, ()
+            before = " ".join(f"{s}." for s in sentences[: at + 1])
+            return text, question, f"Asked: who, {c} {i}. I read: {before} It is {n}.", said, n, ()
         kind = rng.randrange(5)
         question, answer, wanted = (
             (f"What colour is the {i}?", f"The {i} is {c}.", c),
@@ -264,7 +266,14 @@ class Remarks(Everyday):
             (f"What colour is the {i} of {n}?", f"The {i} is {c}.", c),
         )[kind]
         before = " ".join(f"{s}." for s in sentences[: at + 1])
-        return text, question, f"I look for {c if kind == 3 else i}. I read: {before}", answer, wanted, ()
+        sought = (
+            f"the colour of the {i}",
+            f"who {verb} the {i}",
+            f"the colour of the {i}",
+            f"who, {c}",
+            f"the colour of the {i}",
+        )
+        return text, question, f"Asked: {sought[kind]}. I read: {before} It is {wanted}.", answer, wanted, ()
 
     def _compared(self) -> tuple[str, str, str, str, str, tuple[str, ...]]:
         rng = self.rng
@@ -276,4 +285,5 @@ class Remarks(Everyday):
         who, word = rng.choice(((a, more), (b, less)))
         question = rng.choice(("Who is {w}?", "Which of them is {w}?", "Who of the two is {w}?")).format(w=word)
         other = b if who == a else a
-        return text, question, f"{text} So {b} is {less}. I look for {word}: {who}.", f"{who} is {word}.", who, (other,)
+        thought = f"Asked: {word}. {more}: {a}, {less}: {b}. It is {who}."
+        return text, question, thought, f"{who} is {word}.", who, (other,)

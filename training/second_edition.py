@@ -239,8 +239,7 @@ class Writer(Errands):
         names = (*names, target)
         tags = (f"{count} function{'s' * (count > 1)}", "fits" if fits else "none fits")
         if not fits:
-            wish = f"The user wants to {deed[0]} the {deed[1]} of {target}. No function does that."
-            reply = (think(wish), final("I have no function for that."))
+            reply = (think("No function fits."), final("I have no function for that."))
             return Turn("tool", (user(question),), reply, template, facts, names, Grade(refusal=True), tags, tools)
         name, key = by_deed[deed]
         invocation = call(name, {key: target})
