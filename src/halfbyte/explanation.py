@@ -221,11 +221,7 @@ def _proof(
 def choose_inside_vllm(config: ModelConfig, gates: Gates, target: Arch, name: str) -> PlanChoice:
     """The choice that the plugin makes in each vLLM process; gates that vLLM's command line lacks are refused first."""
     vllm_command(name, gates).check()
-    c = config
-    shapes = Shapes(
-        c.layers, c.hidden, c.intermediate, c.experts, c.top_k, c.heads, c.kv_heads, c.head_dim, c.vocab, c.window
-    )
-    choice = vllm_layers.choose(shapes, gates, target)
+    choice = vllm_layers.choose(Shapes.of_model(config), gates, target)
     selection = replace(choice.selection, notes=(choice.why,) if choice.why else ())
     return PlanChoice(choice.spec, choice.chosen, selection)
 

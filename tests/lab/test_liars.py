@@ -320,3 +320,34 @@ def test_a_fallback_is_known_as_one(tmp_path: Path, line: str) -> None:
     log.write_text("Using cutlass backend for the MoE\nattention: FA3 is missing, falling back to triton\n")
     (verdict,) = judge(parse({"moe_kernel": "cutlass"}, env={}), PathEvidence(statements=read_log(log)))
     assert verdict.ok, verdict.note
+
+
+def test_what_was_passed_over_did_not_run(tmp_path: Path) -> None:
+    """vLLM 0.32 on a CPU says only this of an attention that was asked for, and takes its own."""
+    log = tmp_path / "server.log"
+    log.write_text("INFO [cpu.py:178] Cannot use AttentionBackendEnum.TRITON_ATTN backend on CPU.\n")
+    (verdict,) = judge(parse({"attention": "triton"}, env={}), PathEvidence(statements=read_log(log)))
+    assert not verdict.ok
+    assert verdict.note.startswith("must not be seen")
+    (verdict,) = judge(parse({"attention": "flashinfer"}, env={}), PathEvidence(statements=read_log(log)))
+    assert verdict.note == "nothing shows flashinfer"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "WARNING 11-19 18:41:04 [vllm.py:1727] Inductor compilation was disabled by user settings, optimizations "
+        "settings that are only active during inductor compilation will be ignored.",
+        "INFO [arg_utils.py:3183] Defaulting max_num_seqs to 256 for OPENAI_API_SERVER usage context.",
+        "WARNING [caching.py:544] No execution code found, falling back to graph module execution.",
+        "WARNING [tensor_ipc.py:101] Failed to send tensor via IPC queue: closed. Falling back to standard "
+        "serialization.",
+        "WARNING [vllm.py:725] Model Runner V2 requires Triton; using the V1 model runner instead.",
+    ],
+)
+def test_what_else_falls_back_says_nothing_about_experts(tmp_path: Path, line: str) -> None:
+    """Lines that vLLM 0.32 writes, some of them whenever it runs without graphs."""
+    log = tmp_path / "server.log"
+    log.write_text(f"INFO [mxfp4.py:88] Using 'MARLIN' Mxfp4 MoE backend.\n{line}\n")
+    verdicts = judge(parse({"moe_kernel": "marlin", "graphs": "off"}, env={}), PathEvidence(statements=read_log(log)))
+    assert all(v.ok for v in verdicts), [v.note for v in verdicts]

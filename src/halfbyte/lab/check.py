@@ -111,8 +111,11 @@ def subject_of(options: CheckOptions, progress: Progress) -> Subject:
     setup = peer.prepare(options.start.setup(options.model, options.gates, options.device), progress)
     preset = preset_served(options.gates, peer.name, setup)
     baseline = options.baseline_gates
-    if options.baseline == "exact" and peer.launch(replace(setup, gates=baseline)).refusals:
+    feature, other = peer.launch(setup), peer.launch(replace(setup, gates=baseline))
+    if options.baseline == "exact" and other.refusals:
         baseline = Gates()  # an engine that cannot be exact is its own baseline
+    elif feature.command and (feature.command, feature.environment) == (other.command, other.environment):
+        baseline = options.gates  # another engine has fewer settings than there are gates: here they mean the same
     return Subject(
         peer, setup, folder, baseline, preset, limits, options.debug,
         options.engine_log, options.trace, new_seed() if options.works.seed is None else options.works.seed,

@@ -22,6 +22,7 @@ from halfbyte.plan.select import Chosen, select, values_of
 
 LAYOUT = "vllm"  # a weight that stays as vLLM holds it
 DENSE = ("bf16", "f16", "f32")
+CPU_ATTENTION = "vLLM has one attention for CPUs, and takes it whatever was asked for; leave --attention at auto"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,14 @@ class Shapes:
             window=config.sliding_window,
             dense=dense,
             max_context=getattr(config, "max_position_embeddings", 131072),
+        )
+
+    @classmethod
+    def of_model(cls, config: Any) -> Shapes:
+        """From a model as halfbyte reads it, on one rank."""
+        c = config
+        return cls(
+            c.layers, c.hidden, c.intermediate, c.experts, c.top_k, c.heads, c.kv_heads, c.head_dim, c.vocab, c.window
         )
 
 
@@ -139,6 +148,11 @@ class VllmOperation(Phase):
 
 class VllmAttention(VllmOperation):
     backends = {"attention": ("triton", "flashinfer", "flash_attn")}
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        if not arch.is_gpu and gates.attention != "auto":
+            return CPU_ATTENTION
+        return None
 
 
 class VllmLinear(VllmOperation):

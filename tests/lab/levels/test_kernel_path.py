@@ -232,11 +232,25 @@ def test_an_engine_is_asked_until_it_drafts(drafts_after: int, answers: int) -> 
             return float(self.asked >= drafts_after)
 
     asker = Counting()
-    exercise(asker, gates(speculate="eagle3"))
+    drafted = exercise(asker, gates(speculate="eagle3"))
     assert asker.asked == answers
+    assert drafted == (drafts_after < MOST_DRAFTED)
     quiet = Counting()
-    exercise(quiet, Gates())
+    assert exercise(quiet, Gates()) is None
     assert quiet.asked == 0
+
+
+def test_drafts_are_counted_by_metrics_and_named_by_settings(tmp_path: Path) -> None:
+    """As vLLM 0.32 has them: its log repeats the settings, and says nothing of what it uses."""
+    log = tmp_path / "server.log"
+    settings = "speculative_config=SpeculativeConfig(method='ngram', model=None, num_spec_tokens=3)"
+    log.write_text(f"INFO [core.py:133] Initializing a V1 LLM engine with config: model='tiny', {settings}, seed=0\n")
+    said = read_log(log)
+    assert not failed(PathEvidence(statements=said, drafted=172.0), gates(speculate="ngram"))
+    assert "nothing shows" in str(failed(PathEvidence(statements=said, drafted=0.0), gates(speculate="ngram")))
+    assert "ran instead" in str(failed(PathEvidence(statements=said, drafted=172.0), gates(speculate="suffix")))
+    other = PathEvidence(statements=("Using something",), drafted=172.0)
+    assert "nothing shows" in str(failed(other, gates(speculate="ngram")))
 
 
 def test_a_difference_fails_whatever_was_asked() -> None:

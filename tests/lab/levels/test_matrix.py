@@ -13,6 +13,7 @@ from halfbyte.errors import DisturbedError, UsageError
 from halfbyte.gates import PRESETS, Gates
 from halfbyte.lab.levels import matrix
 from halfbyte.lab.levels.benchmark import EngineMeasurement
+from halfbyte.lab.levels.kernel_path import UNPROVEN
 from halfbyte.lab.levels.matrix import check_matrix, counts, covering, every, gates_of
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.measure.rounds import RunLog
@@ -128,6 +129,10 @@ def test_a_cell_beside_other_work_ran_and_has_no_figures(tmp_path: Path, monkeyp
     (result,) = matrix.run_cells(wrong, [(wrong.gates, "")], works, None)
     assert result.invalid
     assert "wrong kernel path" in result.refused
+    assert UNPROVEN not in result.detail
+    silent = replace(subject, setup=replace(subject.setup, gates=gates_of({"layers": "qkv=q8"})))
+    (result,) = matrix.run_cells(silent, [(silent.gates, "")], works, None)
+    assert "kernel path not proven" in result.detail[UNPROVEN][0]  # nothing speaks against it, so that it is no failure
 
 
 def test_cells_of_an_interrupted_matrix_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

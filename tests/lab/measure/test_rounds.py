@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.errors import InvalidFigureError, UsageError
+from halfbyte.errors import DisturbedError, InvalidFigureError, UsageError
 from halfbyte.lab.measure.disturbance import DisturbanceMeter, MachineReading
 from halfbyte.lab.measure.rounds import Measured, RunLog, in_rounds, most_runs
 from halfbyte.lab.result import Cell, Result, figure
@@ -156,6 +156,19 @@ def test_what_contradicts_itself_beside_other_work_is_repeated() -> None:
     assert len(excused.disturbed) == 1
     (liar,) = in_rounds("a", run, 4, meter=ScriptedMeter([]))
     assert "burst" in str(liar.error)
+
+
+def test_what_contradicts_itself_between_other_work_is_disturbed() -> None:
+    """The run itself was quiet by chance, and all the others were not."""
+
+    def run(cell: int, _: int) -> Measured:
+        if cell == 0:
+            raise InvalidFigureError("sent in a burst.")
+        return measured(100.0)
+
+    burst, _ = in_rounds("ab", run, 4, meter=ScriptedMeter([0.0, *[1.0] * 20]))
+    assert isinstance(burst.error, DisturbedError)
+    assert str(burst.error).startswith("sent in a burst. Around it other processes used")
 
 
 def test_own_work_is_no_disturbance() -> None:

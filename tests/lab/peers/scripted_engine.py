@@ -27,7 +27,7 @@ FAULTS = (
     "leaks memory", "wrong kernel", "slow start", "rambles", "throttled", "zombies", "nan logprobs", "truncates",
     "no determinism", "first token never", "refuses", "half answer", "ignores filters", "logprobs times 1.5",
     "loses letters", "mixed streams", "cut streams", "falls back", "canned streams", "streams lose letters",
-    "one answer",
+    "one answer", "does not support it", "has no memory for it",
 )  # fmt: skip
 CHILD = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep({seconds})"
 leaked: list[bytearray] = []
@@ -241,6 +241,12 @@ def main() -> int:
     if a.fault == "refuses":
         print("scripted: there is no kernel for these gates", file=sys.stderr, flush=True)
         return 2
+    if a.fault in ("does not support it", "has no memory for it"):
+        print("[core.py:1510] ValueError: moe_backend='marlin' is not supported for unquantized MoE.", flush=True)
+        if a.fault == "has no memory for it":
+            print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", flush=True)
+        print("RuntimeError: Engine core initialization failed. See root cause above.", file=sys.stderr, flush=True)
+        return 1
     if a.fault == "crash at start":
         print(
             "RuntimeError: No supported CUDA architectures found for major versions [10].", file=sys.stderr, flush=True

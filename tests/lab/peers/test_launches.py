@@ -8,6 +8,8 @@ import pytest
 
 from halfbyte.errors import UsageError
 from halfbyte.gates import AXES, parse
+from halfbyte.lab.check import subject_of
+from halfbyte.lab.options import CheckOptions
 from halfbyte.lab.peers.asker import Question, native_body, read_native, read_reply
 from halfbyte.lab.peers.engines import ENGINES, engine_named
 from halfbyte.lab.peers.launch import Launch, Setup
@@ -95,6 +97,36 @@ def test_a_vllm_whose_package_has_another_name_is_started_by_its_older_entry() -
     assert " serve " not in words
     with pytest.raises(UsageError, match="--engine-python names an interpreter"):
         peer.prepare(Setup(None, python="/no/such/python"), lambda _: None)
+
+
+def test_vllm_on_a_cpu_is_given_a_part_of_the_memory() -> None:
+    """By itself it takes nearly all, and level 5 runs two."""
+    peer, said = engine_named("vllm+halfbyte"), list[str]()
+    size = peer.prepare(Setup(None, device="cpu"), said.append).environment["VLLM_CPU_KVCACHE_SPACE"]
+    assert 1 <= int(size) <= 4
+    assert size in said[0]
+    own = peer.prepare(Setup(None, device="cpu", environment={"VLLM_CPU_KVCACHE_SPACE": "9"}), said.append)
+    assert own.environment["VLLM_CPU_KVCACHE_SPACE"] == "9"
+    named = peer.prepare(Setup(None, device="cpu", flags=("--gpu-memory-utilization=0.2",)), said.append)
+    assert not named.environment
+
+
+def test_what_vllm_cannot_do_on_a_cpu_is_refused_without_a_start() -> None:
+    for engine in ("vllm", "vllm+halfbyte"):
+        assert "one attention for CPUs" in launch(engine, attention="triton").refusals[0]
+    for changes in ({"moe_kernel": "cuda"}, {"moe_kernel": "marlin"}, {"linear_kernel": "triton"}):
+        assert "no kernel on cpu can run" in launch("vllm+halfbyte", **changes).refusals[0]
+    for changes in ({}, {"moe_kernel": "cpu"}, {"layers": "all"}, {"kv_dtype": "fp8"}):
+        assert not launch("vllm+halfbyte", **changes).refusals
+
+
+def test_gates_that_are_one_command_are_one_configuration(tmp_path: Path) -> None:
+    """vLLM alone has nothing that tells --activation float from auto; the plugin has."""
+    engines = {
+        name: subject_of(CheckOptions(engine=name, device="cpu", out=tmp_path), lambda _: None)
+        for name in ("vllm", "vllm+halfbyte", "halfbyte")
+    }
+    assert [s.gates == s.baseline for s in engines.values()] == [True, False, False]
 
 
 def test_llamacpp_refuses_kernels_and_reads_gguf() -> None:

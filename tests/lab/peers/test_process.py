@@ -201,6 +201,16 @@ def test_refusals_start_nothing(tmp_path: Path) -> None:
     assert not engine.diagnostics
 
 
+def test_an_engine_that_says_what_it_does_not_support_refuses(tmp_path: Path) -> None:
+    """vLLM ends with a traceback and status 1; what else went wrong is no refusal."""
+    engine = started(tmp_path, "does not support it")
+    with pytest.raises(PeerRefusedError, match=r"refused to start: moe_backend='marlin' is not supported for"), engine:
+        pass
+    assert not engine.diagnostics
+    with pytest.raises(PeerDiedError, match="memory"), started(tmp_path, "has no memory for it"):
+        pass
+
+
 @pytest.mark.slow
 def test_a_program_that_is_not_there_is_a_refusal(tmp_path: Path) -> None:
     class Absent(ScriptedPeer):

@@ -22,6 +22,13 @@ SAID = {
     "attention sinks unsupported": "ValueError: Selected backend does not support attention sinks",
     "wrong FlashInfer": "ImportError: cannot import name 'mxfp4_quantize' from 'flashinfer'",
     "AMX needed": "NotImplementedError: MXFP4 MoE on CPU needs AMX",
+    "choice not supported": (
+        "ERROR 11-19 18:54:52 [multiproc_executor.py:953] ValueError: moe_backend='marlin' is not supported for "
+        "unquantized MoE. Expected one of ['triton', 'batched_triton', 'flashinfer_trtllm', 'aiter']."
+    ),
+    "choice needs a package": (
+        "ImportError: Arctic Inference is required for suffix decoding. Install via `pip install arctic-inference`."
+    ),
     "port in use": "OSError: [Errno 98] Address already in use",
     "model not found": "OSError: openai/gpt-oss does not appear to have a file named config.json",
     "unknown model architecture": "llama_model_load: error loading model: unknown model architecture: 'gpt-oss'",

@@ -119,7 +119,7 @@ class EngineMeasurement:
 
     def _start(self) -> None:
         self.engine.__enter__()
-        exercise(self.engine.asker, self.gates)  # so that the record has every regime
+        self.engine.drafted = exercise(self.engine.asker, self.gates)  # so that the record has every regime
         self.seen = self.first(self.engine)
 
     def time(self) -> None:
@@ -186,7 +186,7 @@ def blamed(result: Result, reason: str, *, unproven: bool = False) -> Result:
     """INVALID for a reason of the engine's own, which weighs more than a busy machine. `unproven`: nothing shows
     whether it is one."""
     detail = {k: v for k, v in result.detail.items() if k not in (DISTURBED, UNPROVEN)}
-    if unproven and not result.refused:
+    if unproven and (not result.refused or DISTURBED in result.detail):
         detail[UNPROVEN] = [reason]
     return replace(result, detail=detail).invalidated(reason)
 

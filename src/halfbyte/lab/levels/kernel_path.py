@@ -45,6 +45,7 @@ class PathEvidence:
     record: Mapping[str, Any] | None = None
     statements: tuple[str, ...] = ()  # lines of a log that say what is used
     kernels: tuple[str, ...] = ()  # names in a trace
+    drafted: float | None = None  # tokens, by the engine's metrics; None where it has none, or was not asked
 
     @property
     def silent(self) -> bool:
@@ -76,16 +77,18 @@ def _names(phase: Mapping[str, Any]) -> str:
 # ---- the level ------------------------------------------------------------------------------------------------------
 
 
-def exercise(asker: Asker, gates: Gates) -> None:
+def exercise(asker: Asker, gates: Gates) -> float | None:
     """Work of every regime, and repeated text for an engine that should draft tokens: until it has, if it counts them.
-    A controller that weighs what drafts cost begins with none."""
+    A controller that weighs what drafts cost begins with none. The drafted tokens, where they were asked for."""
     for i, rows in enumerate(REGIMES.values()):
         asker.ask(Question([5 + (i + 7 * j) % 200 for j in range(rows)], tokens=TOKENS, exactly=True))
-    if gates.speculate != "off":
-        for i in range(MOST_DRAFTED):
-            if i >= LEAST_DRAFTED and asker.metric(DRAFTS) > 0:
-                break
-            asker.ask(Question([5 + (i + 7 * (j % 12)) % 200 for j in range(96)], tokens=DRAFTED, exactly=True))
+    if gates.speculate == "off":
+        return None
+    for i in range(MOST_DRAFTED):
+        if i >= LEAST_DRAFTED and asker.metric(DRAFTS) > 0:
+            break
+        asker.ask(Question([5 + (i + 7 * (j % 12)) % 200 for j in range(96)], tokens=DRAFTED, exactly=True))
+    return asker.metric(DRAFTS)
 
 
 def check_path(subject: Subject, gates: Gates | None = None) -> Result:
@@ -95,7 +98,7 @@ def check_path(subject: Subject, gates: Gates | None = None) -> Result:
 
     def start_and_exercise() -> None:
         with engine:
-            exercise(engine.asker, gates)
+            engine.drafted = exercise(engine.asker, gates)
 
     if failure := subject.attempt(cell, engine, start_and_exercise):
         return failure
@@ -143,6 +146,7 @@ def evidence_of(subject: Subject, ended: PeerProcess) -> PathEvidence:
         record,
         read_log(log) if log is not None else (),
         read_trace(subject.trace).kernels if subject.trace is not None else (),
+        ended.drafted,
     )
 
 
@@ -178,6 +182,11 @@ FALLBACK = re.compile(
     re.IGNORECASE,
 )
 
+# What vLLM says of how it drafts. That it does, its metrics say.
+_SETTINGS = re.compile(r"speculative_config=\w+\([^)]*\)")
+# And when it passes over the one that was asked for, without a word about what it takes.
+_PASSED_OVER = re.compile(r"\b(?:can ?not|can't) use\b", re.IGNORECASE)
+
 
 def read_log(path: Path) -> tuple[str, ...]:
     try:
@@ -186,8 +195,11 @@ def read_log(path: Path) -> tuple[str, ...]:
         raise UsageError(f"the log {path} cannot be read ({e.strerror or e}).") from None
     statements = []
     for line in lines:
-        claim = line if FALLBACK.search(line) else _MIGHT.split(line)[0]
-        if FALLBACK.search(claim) or (_SAYS.search(claim) and _COMPUTES.search(claim)):
+        if settings := _SETTINGS.search(line):
+            statements.append(settings[0])
+        other = FALLBACK.search(line) or _PASSED_OVER.search(line)
+        claim = line if other else _MIGHT.split(line)[0]
+        if other or (_SAYS.search(claim) and _COMPUTES.search(claim)):
             statements.append(claim.strip()[:300])
     return tuple(dict.fromkeys(statements))
 
@@ -232,6 +244,7 @@ RULES: tuple[Rule, ...] = (
     Rule("moe_kernel", "cutlass", r"cutlass", r"marlin|triton", _MOE, _EXPERTS),
     Rule("moe_kernel", "triton", r"triton|matmul_ogs", r"marlin|cutlass", _MOE, _EXPERTS),
     Rule("moe_kernel", "gemv", r"gemv|gemm fallback|decode_step", "", _MOE, _EXPERTS),
+    Rule("moe_kernel", "vllm", r"\busing\b.*\bmoe backend", "", _MOE, _EXPERTS),  # whichever vLLM takes by itself
     Rule("linear_kernel", "marlin", r"marlin", "", _DENSE + r".*(?:linear|qkv|dense|mxfp4)", _DENSE),
     Rule("activation", "mxfp8", r"mxfp8", "", r"quant|activation|moe|mxfp"),
     Rule("activation", "fp8", r"fp8|e4m3", "", r"quant|activation|moe"),
@@ -264,12 +277,16 @@ def judge(gates: Gates, evidence: PathEvidence, traffic: Sequence[str] = ("decod
 
 def _by_names(requests: Mapping[str, str], evidence: PathEvidence) -> Iterable[Check]:
     for axis, value in requests.items():
+        if axis == "speculate" and evidence.drafted:
+            yield _drafted_check(value, evidence)
+            continue
         rules = [r for r in RULES if r.axis == axis and (r.value == value or value.startswith(f"{r.value}-"))]
         if not rules:
             yield Check(f"{axis} {value} ran", False, note=f"{NOTHING} it: no rule says what a log would have")
             continue
         for rule in rules:
-            lines = [s for s in evidence.statements if not rule.about or re.search(rule.about, s, re.IGNORECASE)]
+            used = [s for s in evidence.statements if not (_PASSED_OVER.search(s) or _SETTINGS.fullmatch(s))]
+            lines = [s for s in used if not rule.about or re.search(rule.about, s, re.IGNORECASE)]
             names = [k for k in evidence.kernels if not rule.names or re.search(rule.names, k, re.IGNORECASE)]
             seen = [*names, *lines]
             fallen = [s for s in evidence.statements if _fallback(s, rule)]
@@ -281,14 +298,45 @@ def _by_names(requests: Mapping[str, str], evidence: PathEvidence) -> Iterable[C
             yield Check(f"{axis} {value} ran", not wrong and (bool(right) or not rule.must), note=note[:300])
 
 
+def _drafted_check(value: str, evidence: PathEvidence) -> Check:
+    """An engine that counts drafted tokens has drafted; by which method its settings say."""
+    prefix = "eagle" if value.startswith("eagle") else value.split("-")[0]
+    method = re.compile(rf"method='?(?:{prefix}|{value})", re.IGNORECASE)
+    named = [s for s in evidence.statements if _SETTINGS.search(s)]
+    right = any(map(method.search, named))
+    note = f"{evidence.drafted:.0f} tokens were drafted"
+    if named and not right:
+        return Check(f"speculate {value} ran", False, note=f"ran instead: {named[0]}")
+    return Check(f"speculate {value} ran", right, note=note if right else f"{NOTHING} {value}, though {note}")
+
+
+# Naming no layer, a fallback is about experts if it names a kernel, and nothing else that falls back: engines also
+# default to numbers of sequences, and ignore settings of a compiler that is off.
+_NAMES_KERNEL = re.compile(
+    r"kernel|backend|gemm|matmul|mxfp|fp[48]|marlin|cutlass|triton|trtllm|flashinfer|machete|offloaded", re.IGNORECASE
+)
+_DENSE_OR_ATTENTION = re.compile(r"attention|attn|linear|dense|sampler|tokenizer", re.IGNORECASE)
+_NO_PRODUCT = re.compile(
+    r"compil|inductor|graph|runner|schedul|serializ|specul|draft|\bkv\b|kv.?cache|norm|rope|all.?reduce|\bmla\b",
+    re.IGNORECASE,
+)
+
+
 def _fallback(statement: str, rule: Rule) -> bool:
-    """Whether a line says that something else runs than this rule asks for. Naming no layer, it is about experts."""
-    match = FALLBACK.search(statement)
-    if match is None or not rule.must or re.search(rule.must, statement[match.end() :], re.IGNORECASE):
+    """Whether a line says that something else runs than this rule asks for."""
+    if not rule.must:
         return False
-    about = re.search(rule.about, statement, re.IGNORECASE) if rule.about else None
-    other = re.search(r"attention|attn|linear|dense|sampler|tokenizer", statement, re.IGNORECASE)
-    return bool(about and not (rule.axis == "moe_kernel" and other)) or (rule.axis == "moe_kernel" and not other)
+    about = bool(rule.about and re.search(rule.about, statement, re.IGNORECASE))
+    if (over := _PASSED_OVER.search(statement)) and re.search(rule.must, statement[over.end() :], re.IGNORECASE):
+        return about
+    match = FALLBACK.search(statement)
+    if match is None or re.search(rule.must, statement[match.end() :], re.IGNORECASE):
+        return False
+    if rule.axis != "moe_kernel":
+        return about
+    if _DENSE_OR_ATTENTION.search(statement):
+        return False
+    return about or bool(_NAMES_KERNEL.search(statement) and not _NO_PRODUCT.search(statement))
 
 
 # ---- our own record --------------------------------------------------------------------------------------------------

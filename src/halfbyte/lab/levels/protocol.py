@@ -51,7 +51,7 @@ ADVICE = {
     INVALID: "Remove the cause, and measure again.",
     REFUSED: "Choose other gates.",
     INCONCLUSIVE: "Measure again on a quieter machine, or with more --repeats.",
-    NOT_PROVEN: "Give a witness (--engine-log, --trace) or a reference (--reference), if there is one.",
+    NOT_PROVEN: "Give a witness (--engine-log, --trace), if there is one.",
 }
 
 
@@ -115,6 +115,8 @@ class Outcome:
     @property
     def advice(self) -> str:
         """What to do; empty for a PASS."""
+        if (self.level, self.verdict) == ("2", NOT_PROVEN):
+            return "Give a reference (--reference) if one is missing; what an engine does not offer cannot be judged."
         return "" if self.verdict == PASS else ADVICE[self.verdict]
 
     def as_dict(self) -> dict[str, Any]:

@@ -150,9 +150,12 @@ def in_rounds(
 
 
 def _judge_short(cells: Sequence[CellRuns], problem: str) -> None:
-    """Runs that are too short to show other work are disturbed where all rounds together were."""
+    """Runs that are too short to show other work are disturbed where all rounds together were, and so is one that
+    contradicts itself."""
     for runs in cells:
-        if problem and runs.error is None and runs.load and not all(d.tells for d in runs.load):
+        if problem and isinstance(runs.error, InvalidFigureError) and not isinstance(runs.error, DisturbedError):
+            runs.error = DisturbedError(f"{runs.error} Around it {problem}; measure again on a quiet machine.")
+        elif problem and runs.error is None and runs.load and not all(d.tells for d in runs.load):
             longest = max(d.seconds for d in runs.load)
             runs.error = DisturbedError(
                 f"runs of {longest:.2g} s are too short to tell what else the machine did, and "

@@ -54,7 +54,7 @@ def gate_flags(gates: Gates) -> list[str]:
 @functools.lru_cache(maxsize=4096)
 def plan_refusal(model: str | None, gates: Gates, device: str | None) -> str:
     """Why no plan serves these gates on this device; empty if one does. Reads no weights."""
-    config, stored, arch = _facts(model, device)
+    config, stored, arch = facts_of(model, device)
     try:
         choose(config, gates, arch, stored)
     except PlanError as e:
@@ -75,7 +75,8 @@ def head_refusal(model: str | None, gates: Gates) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _facts(model: str | None, device: str | None) -> tuple[ModelConfig, Formats, Arch]:
+def facts_of(model: str | None, device: str | None) -> tuple[ModelConfig, Formats, Arch]:
+    """What the plan of a model on a device is chosen by."""
     name = load.resolve_model(model)
     facts = load.read_facts(name)
     return facts.config, facts.formats, arch_of(load.resolve_device(device))

@@ -28,7 +28,7 @@ import psutil
 from halfbyte.errors import AskError, PeerDiedError, PeerRefusedError, UsageError
 from halfbyte.gates import AXES, child_environment
 from halfbyte.lab.child import start_child
-from halfbyte.lab.peers import keeper
+from halfbyte.lab.peers import keeper, signatures
 from halfbyte.lab.peers.asker import Asker, Question
 from halfbyte.lab.peers.diagnostics import Case, collect
 from halfbyte.lab.peers.launch import API_LOG, DEBUG, Launch, Peer, Setup, free_port
@@ -86,6 +86,7 @@ class PeerProcess:
         self.launch = Launch()
         self.startup, self.ending = Startup(), Ending()
         self.url = self.version = ""
+        self.drafted: float | None = None  # tokens, by its metrics, once it was asked for some
         self.diagnostics: list[Path] = []
         self.causes: list[LogFinding] = []
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -171,7 +172,15 @@ class PeerProcess:
             return False
         if self.ending.exit == UsageError.exit_code:  # ours, and the usual one of argument parsers
             raise PeerRefusedError(f"{self.peer.name} refused to start: {text or 'it said nothing'}")
+        if (self.ending.exit or 0) > 0 and (reason := self._refusal()):
+            raise PeerRefusedError(f"{self.peer.name} refused to start: {reason}")
         raise self.failure(f"{self.peer.name} ended with {status_text(self.ending.exit)} before it was ready")
+
+    def _refusal(self) -> str:
+        """What its log says that it does not support; empty where it ended for another reason, or for another one as
+        well."""
+        findings = signatures.find(self.log.read_text(encoding="utf-8", errors="replace").splitlines())
+        return findings[0].message if findings and all(f.signature.refusal for f in findings) else ""
 
     # ---- watch ---------------------------------------------------------------------------------
 
@@ -278,7 +287,8 @@ class PeerProcess:
         findings = collect(case, folder)
         self.causes += [f for f in findings if f not in self.causes]
         self.diagnostics.append(folder)
-        cause = f"; {findings[0].signature.cause} {findings[0].signature.fix}" if findings else ""
+        worst = sorted((f.signature for f in findings), key=lambda s: s.refusal)[:1]
+        cause = "".join(f"; {s.cause} {s.fix}" for s in worst)
         return PeerDiedError(f"{why}{cause}; diagnostics in {folder}.".replace(".;", ";"))
 
     def stop(self) -> Ending:

@@ -17,6 +17,7 @@ class Signature:
     pattern: str  # over one line, case ignored
     cause: str
     fix: str
+    refusal: bool = False  # the engine says that it does not run what was asked for
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,12 @@ class LogFinding:
     signature: Signature
     line: str  # the first that shows it
     number: int  # of that line, from 1
+
+    @property
+    def message(self) -> str:
+        """The line without what a logger put in front of the error."""
+        error = re.search(r"\b\w+Error: (.*)", self.line)
+        return error[1] if error else self.line
 
     def __str__(self) -> str:
         return f"{self.signature.name} (line {self.number}): {self.signature.cause} {self.signature.fix}"
@@ -100,6 +107,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"(does not|not) support.*(attention )?sinks?\b|sinks? (is|are) not supported",
         "this attention backend has no sinks, without which gpt-oss writes garbage.",
         "Choose another one: --attention triton, or FlashInfer with FA2 sinks.",
+        refusal=True,
     ),
     Signature(
         "wrong FlashInfer",
@@ -113,6 +121,22 @@ SIGNATURES: tuple[Signature, ...] = (
         r"(mxfp4|MXFP4).*(AMX|amx)|AMX.*required",
         "vLLM's own MXFP4 on a CPU needs AMX.",
         "Use a bf16 copy of the model there, or halfbyte's plugin.",
+        refusal=True,
+    ),
+    Signature(
+        "choice not supported",
+        r"\b(ValueError|NotImplementedError): .*(\bnot supported\b|\bunsupported\b|\b(does|do) not support\b|"
+        r"\bnot valid for this configuration\b|\bNo \S+ .*backend supports\b)",
+        "the engine does not support a choice that it was given.",
+        "Choose other gates; its log names the ones that it has.",
+        refusal=True,
+    ),
+    Signature(
+        "choice needs a package",
+        r"ImportError: .*\bis required for\b",
+        "a choice that the engine was given needs a package that is not installed.",
+        "Install it into the engine's environment, or choose other gates.",
+        refusal=True,
     ),
     Signature(
         "port in use",
@@ -138,10 +162,11 @@ SIGNATURES: tuple[Signature, ...] = (
         r"unrecognized arguments|No such option|error: invalid argument|unknown argument",
         "this version of the engine does not know a flag that it was given.",
         "The launch command stands in exit.json; compare it with the engine's --help.",
+        refusal=True,
     ),
     Signature(
         "package missing",
-        r"ModuleNotFoundError: No module named|ImportError:",
+        r"ModuleNotFoundError: No module named|ImportError: (?!.*\bis required for\b)",
         "a package that the engine needs is missing or of another version.",
         "Install it into the engine's environment.",
     ),

@@ -7,21 +7,29 @@ embedded model in bf16, which has the very same numbers.
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from dataclasses import replace
 
-from halfbyte.errors import PeerError, UsageError
-from halfbyte.gates import AXES, PerRegime, child_environment
+import psutil
+
+from halfbyte.errors import HalfbyteError, PeerError, UsageError
+from halfbyte.gates import AXES, Gates, PerRegime, child_environment
 from halfbyte.lab.child import run_child
 from halfbyte.lab.peers.bf16_copy import bf16_copy
-from halfbyte.lab.peers.halfbyte import RECORD
+from halfbyte.lab.peers.halfbyte import RECORD, facts_of
 from halfbyte.lab.peers.launch import Launch, Progress, Setup, refused
 from halfbyte.model import load
+from halfbyte.vllm_plugin import layers
 from halfbyte.vllm_plugin.launch import Serving, vllm_command
+from halfbyte.vllm_plugin.selection import CPU_ATTENTION, Shapes
 
 OLDER_ENTRY = "vllm.entrypoints.openai.api_server"
 HOST = ("cpu_instructions", "threads")  # gates of halfbyte's own CPU kernels
+CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
+CACHE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
+MOST_CACHE_GIB = 4
 
 
 class VllmPeer:
@@ -44,6 +52,11 @@ class VllmPeer:
                 f"{version_command[0]} cannot be started ({e}) --engine-python names an interpreter."
             ) from None
         on_cpu = load.resolve_device(setup.device).type == "cpu"
+        if on_cpu and CACHE_GIB not in environment and not any(f.startswith(CACHE_FLAGS) for f in setup.flags):
+            # By itself vLLM fills nearly all memory of the machine, and level 5 runs two engines at once.
+            size = max(1, min(MOST_CACHE_GIB, int(psutil.virtual_memory().available) >> 32))  # a quarter, in GiB
+            progress(f"vLLM is given {size} GiB for its cache ({CACHE_GIB})")
+            setup = replace(setup, environment={**setup.environment, CACHE_GIB: str(size)})
         own = setup.file is None and load.resolve_model(setup.model).path == load.EMBEDDED
         if own and on_cpu and not self._plugin:
             progress("writing the embedded model in bf16")
@@ -65,7 +78,12 @@ class VllmPeer:
             setup.file or str(name.path), gates, serving=serving, arguments=setup.flags, plugin=self._plugin,
             environment=setup.environment, python=setup.python or sys.executable,
         )  # fmt: skip
-        hosts = refused(setup.gates, [a.field for a in AXES if a.field not in HOST], "vLLM")
+        refusals = [*vllm.refusals, *refused(setup.gates, [a.field for a in AXES if a.field not in HOST], "vLLM")]
+        on_cpu = load.resolve_device(setup.device).type == "cpu"
+        if not self._plugin and on_cpu and gates.attention in layers.VLLM_ATTENTION:
+            refusals.append(f"--attention {gates.attention}: {CPU_ATTENTION}.")
+        if self._plugin and not refusals and (why := plugin_refusal(setup.model, gates, setup.device)):
+            refusals.append(why)
         command = vllm.command
         if self._older:
             at = command.index("serve")
@@ -73,4 +91,15 @@ class VllmPeer:
         chat = (
             name.path != load.EMBEDDED
         )  # vLLM renders gpt-oss with OpenAI's vocabulary, which the embedded model has not
-        return Launch(command, vllm.environment, (*vllm.refusals, *hosts), record=record, renders_chat=chat)
+        return Launch(command, vllm.environment, tuple(refusals), record=record, renders_chat=chat)
+
+
+@functools.lru_cache(maxsize=4096)
+def plugin_refusal(model: str | None, gates: Gates, device: str | None) -> str:
+    """Why the plugin would refuse these gates when vLLM starts with it; empty if it would not. Reads no weights."""
+    config, _, arch = facts_of(model, device)
+    try:
+        layers.choose(Shapes.of_model(config), gates, arch)
+    except HalfbyteError as e:
+        return str(e)
+    return ""
