@@ -3,13 +3,16 @@
     python -m bench run faults --set names=window
 
 Faults of code are patched into the server's processes (`planted/sitecustomize.py`), those of numbers are another
-`config.json` beside the same weights. The engine without a fault is the control, which must pass.
+`config.json` beside the same weights. Where only some requests have a fault there are two servers behind one address
+(`planted/two_models.py`), one of them with three experts instead of four. The engine without a fault is the control,
+which must pass.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.checks.planted import sitecustomize
+from bench.checks.planted import sitecustomize, two_models
 from bench.measurement import Run, measurement, option
 from halfbyte.errors import UsageError
 from halfbyte.gates import parse
@@ -61,9 +64,16 @@ LOADED = (
     "one stream in ten loses its end",
 )
 WORKS = Works((256,), (128,), repeats=2)
-FAULTS = (CONTROL, *NUMBERS, *sitecustomize.PATCHES)
+FAULTS = (CONTROL, *NUMBERS, *sitecustomize.PATCHES, *two_models.FAULTS)
+CHEAPER = "three experts instead of four"  # of NUMBERS: the second of two models
 # Words of the checks that must find a fault; one of several is enough.
 REASONS: Mapping[str, tuple[str, ...]] = {
+    "streams have three experts": ("streams that may end scored again",),
+    "answers have three experts, scores four": ("scored again",),
+    "requests that may end have three experts": ("log probabilities of", "answers that may end scored again"),
+    "requests without log probabilities have three experts": ("scored again", "without log probabilities"),
+    "four requests at once have three experts": ("at once", "scored again"),
+    "long prompts have three experts": ("log probabilities of long prompts",),
     "the window is off by one": ("log probabilities of long prompts",),
     "the rope base is off by 1 %": ("log probabilities of long prompts",),
     "the rope base is off by 10 %": ("log probabilities of long prompts",),
@@ -151,18 +161,35 @@ class FaultyPeer:
 
     def launch(self, setup: Setup) -> Launch:
         launch = HalfbytePeer().launch(setup)
+        if self.fault in two_models.FAULTS:
+            return self._two_models(setup, launch)
         if self.fault in NUMBERS:
             at = launch.command.index("serve") + 1
             return Launch((*launch.command[:at], str(self.folder), *launch.command[at:]), record=launch.record)
         path = os.pathsep.join([str(Path(sitecustomize.__file__).parent), os.environ.get("PYTHONPATH", "")])
         return Launch(launch.command, {"PLANTED_FAULT": self.fault, "PYTHONPATH": path}, record=launch.record)
 
+    def _two_models(self, setup: Setup, launch: Launch) -> Launch:
+        """The engine and a cheaper one behind one address."""
+        words = ["PORT" if word == str(setup.port) else word for word in launch.command]
+        at = words.index("serve") + 1
+        cheaper = [*words[:at], str(self.folder), "--name", load.EMBEDDED.name, *words[at:]]
+        at = cheaper.index("--record")
+        del cheaper[at : at + 2]
+        command = [sys.executable, str(Path(two_models.__file__)), "--port", str(setup.port), "--fault", self.fault]
+        for name, server in (("first", words), ("second", cheaper)):
+            path = self.folder.parent / f"{name}.json"
+            path.write_text(json.dumps(server), encoding="utf-8")
+            command += [f"--{name}", str(path)]
+        return Launch(tuple(command), record=launch.record)
+
 
 @contextmanager
 def faulty_subject(fault: str) -> Iterator[Subject]:
     with tempfile.TemporaryDirectory(prefix="halfbyte-fault-") as scratch:
         model = Path(scratch) / "model"
-        if fault in NUMBERS:
+        numbers = NUMBERS.get(CHEAPER if fault in two_models.FAULTS else fault)
+        if numbers is not None:
             model.mkdir()
             for file in load.EMBEDDED.iterdir():
                 (model / file.name).symlink_to(file)
@@ -170,10 +197,10 @@ def faulty_subject(fault: str) -> Iterator[Subject]:
             (model / "config.json").unlink()
             changes = {
                 key: {**config[key], **value} if isinstance(value, dict) else value
-                for key, value in NUMBERS[fault].items()
+                for key, value in numbers.items()
                 if key in config
             }
-            assert changes, f"{fault}: config.json has none of {', '.join(NUMBERS[fault])}"
+            assert changes, f"{fault}: config.json has none of {', '.join(numbers)}"
             (model / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
         gates = parse(GATES.get(fault, {}), env={})
         yield Subject(FaultyPeer(fault, model), Setup(None, gates), Path(scratch) / "run")

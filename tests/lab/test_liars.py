@@ -30,7 +30,7 @@ from halfbyte.lab.measure.event_stream import StreamReading
 from halfbyte.lab.options import CheckOptions, Works
 from halfbyte.lab.peers.asker import Reply
 from halfbyte.lab.peers.launch import Setup
-from halfbyte.lab.result import Cell, Check, Result, ResultFile
+from halfbyte.lab.result import DISTURBED, Cell, Check, Result, ResultFile
 from halfbyte.model import load
 from tests.lab.measure.virtual_server import KnownServer
 
@@ -110,6 +110,17 @@ def test_a_decode_speed_that_contradicts_itself_is_invalid(
     (result,) = figures_of(servers, server, DECODE)
     assert result.invalid
     assert re.search(says, result.refused), result.refused
+
+
+def test_an_honest_server_that_did_not_run_is_not_called_a_liar(servers: list[KnownServer]) -> None:
+    """vLLM on two busy cores: an answer of 32 tokens came whole after 60 ms, one of 512 as it was computed."""
+    (result,) = figures_of(servers, KnownServer(0.01, 0.002, stalls=0.1), DECODE)
+    assert result.invalid
+    assert result.detail[DISTURBED]
+    assert "too busy for so short ones" in result.refused
+    (liar,) = figures_of(servers, KnownServer(0.01, 0.002, holds=True), DECODE)
+    assert DISTURBED not in liar.detail
+    assert "held back" in liar.refused
 
 
 def test_an_honest_server_may_be_slow_to_begin(servers: list[KnownServer]) -> None:

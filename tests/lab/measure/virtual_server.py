@@ -68,18 +68,19 @@ class KnownServer:
     `waits`: so many seconds pass before every answer, in which tokens are computed that are then sent in a burst;
     `greets`: an event without text comes at once, which claims a token; `reads`: the most tokens of a prompt that it
     reads; `claims`: times its tokens that the usage at the end says; `gathers`: so many tokens are computed before the
-    first is sent, and all are sent evenly until the last is computed."""
+    first is sent, and all are sent evenly until the last is computed. `stalls`: nothing is sent before so many seconds
+    have passed, as on a machine where the server does not run; its engine does meanwhile."""
 
     def __init__(
         self, prefill: float, pace: float, together: int = 1, slots: int = 1 << 30, ids: bool = True,
         running: bool = False, thinks: int = 0, short_by: int = 0, pauses: Sequence[tuple[float, float]] = (),
         holds: bool = False, spells: float = 1.0, waits: float = 0.0, reads: int = 1 << 30, claims: float = 1.0,
-        greets: bool = False, gathers: int = 0,
+        greets: bool = False, gathers: int = 0, stalls: float = 0.0,
     ) -> None:  # fmt: skip
         self.prefill, self.pace, self.together, self.ids, self.running = prefill, pace, together, ids, running
         self.thinks, self.short_by, self.pauses = thinks, short_by, list(pauses)
         self.holds, self.spells, self.waits, self.reads, self.claims = holds, spells, waits, reads, claims
-        self.greets, self.gathers = greets, gathers
+        self.greets, self.gathers, self.stalls = greets, gathers, stalls
         self.loop = VirtualLoop()
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.sent: list[float] = []
@@ -122,6 +123,10 @@ class KnownServer:
         await asyncio.sleep(self.prefill + self.waits + held * self.pace)
         pace = self.pace * (count - held) / (count - 1) if held and not self.holds and count > 1 else self.pace
         done, ready = 0, int(self.waits / self.pace) if self.waits else 0
+        if count > 1:
+            stalled = min(self.stalls, (count - 1) * self.pace)
+            await asyncio.sleep(stalled)
+            ready += round(stalled / self.pace) + 1 if stalled else 0
         while done < count:
             n = min(1 if not done else self.together, count - done)
             if done:

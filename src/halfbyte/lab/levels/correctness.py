@@ -40,7 +40,7 @@ from halfbyte.lab.levels.scores import (
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.peers.asker import Asker, Question, Reply, drawable
 from halfbyte.lab.peers.process import PeerProcess
-from halfbyte.lab.result import Check, Result, figure
+from halfbyte.lab.result import Check, Result, figure, worst_check
 from halfbyte.model import load
 from halfbyte.model.tokenizer import Tokenizer
 
@@ -207,7 +207,9 @@ def check_correctness(
         else:
             unproven(detail, "No suite and no reference for this model: its answers were not judged.")
     except AskError as e:
-        return subject.failed(cell, engine, engine.failure(f"{subject.peer.name} did not answer: {e}"), checks)
+        wrong = worst_check(checks)
+        before = f"; and what it answered before was wrong: {wrong.sentence}" if wrong is not None else ""
+        return subject.failed(cell, engine, engine.failure(f"{subject.peer.name} did not answer: {e}{before}"), checks)
     return subject.judged(cell, engine, checks, figures, detail)
 
 

@@ -29,7 +29,7 @@ from halfbyte.engine.build import core_for
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
-from halfbyte.errors import EngineError, InvalidFigureError, StepError, UsageError
+from halfbyte.errors import DisturbedError, EngineError, InvalidFigureError, StepError, UsageError
 from halfbyte.lab.ceilings import ceilings_of
 from halfbyte.lab.machine import device_roof
 from halfbyte.lab.measure.device_timing import choices_of, fill, prefill_step
@@ -49,6 +49,10 @@ BURST = 1.2  # times the speed of the whole answer that the speed of its decode 
 HICCUP_S = 0.02  # seconds that a busy machine may cost
 HIDDEN = 0.2  # times the rest of an answer that its first token may take before a longer answer is asked for
 LONGER = 4  # times as many tokens of that one
+MOMENT_S = 0.5  # a busy machine may hold back a server for so long; a longer answer that comes at once was held back
+AT_ONCE = 0.1  # of an answer's time is the most in which all its tokens come where it came whole
+MUCH_LONGER = 16  # times as many tokens of an answer that tells
+HELD_BACK = "tokens were held back and sent in a burst."
 LONGEST_FIRST = 9.0  # times the rest of an answer that the first token behind a prompt of one token may take
 CHUNK = 2048  # rows of a step that only counts experts
 LEAST = 128  # rows of the last one: a step of very few may be one kernel, which shows no choices
@@ -208,6 +212,11 @@ def run_work(client: TimedClient, work: TimedWork, vocab: int, seed: int) -> Mea
         if not trouble and not at_once:
             break
     else:
+        if trouble.endswith(HELD_BACK) and steady_if_longer(client, prompts, answers, work):
+            raise DisturbedError(
+                f"answers of {work.tokens} tokens took {end:.2g} s and came whole, those of {MUCH_LONGER} times as "
+                "many as they were computed: this machine is too busy for so short ones; ask for more tokens (--tg)."
+            )
         raise InvalidFigureError(
             trouble or "the tokens came at once, or one request's before another had its first: ask for more (--tg)."
         )
@@ -245,22 +254,11 @@ def check_pace(
     is held against longer answers: their further tokens must come at the decode speed, too.
     """
 
-    def contradiction(firsts: Sequence[float]) -> float:
-        """How many times as long as the decode speed explains; 0 where the difference is a machine's hiccup."""
-        pace = work.tokens / (work.tokens - 1)
-        spans = [(a.last - first, pace * (a.last - a.first)) for a, first in zip(answers, firsts)]
-        return median(
-            [total / max(SHORTEST_S, decode) if total - decode > HICCUP_S else 0.0 for total, decode in spans]
-        )
-
-    if contradiction([0.0] * len(answers)) <= BURST:
+    if contradiction(answers, [0.0] * len(answers)) <= BURST:
         return ""
-    share = contradiction([a.first for a in _answered(client.complete(prompts, 1), 1)])
+    share = contradiction(answers, [a.first for a in _answered(client.complete(prompts, 1), 1)])
     if share > BURST:
-        return (
-            f"the decode speed is {share:.3g} times what the whole answer allows: tokens were held back and sent in a "
-            "burst."
-        )
+        return f"the decode speed is {share:.3g} times what the whole answer allows: {HELD_BACK}"
     share = median([a.first / max(SHORTEST_S, a.last - a.first) for a in answers])
     if not work.depth and work.concurrency == 1 and share > LONGEST_FIRST:
         return (
@@ -273,6 +271,30 @@ def check_pace(
             "decode speed says: tokens were computed before the first was sent."
         )
     return ""
+
+
+def contradiction(answers: Sequence[StreamReading], firsts: Sequence[float]) -> float:
+    """How many times as long as the decode speed explains the answers took behind these first tokens; 0 where the
+    difference is a machine's hiccup."""
+    paces = [len(a.tokens) / (len(a.tokens) - 1) for a in answers]
+    spans = [(a.last - first, pace * (a.last - a.first)) for a, first, pace in zip(answers, firsts, paces)]
+    return median([total / max(SHORTEST_S, decode) if total - decode > HICCUP_S else 0.0 for total, decode in spans])
+
+
+def steady_if_longer(
+    client: TimedClient, prompts: Sequence[list[int]], answers: Sequence[StreamReading], work: TimedWork
+) -> bool:
+    """Whether answers that came whole were only too short: on a busy machine a server of several processes may not run
+    before its engine has ended. Much longer ones then come as they are computed; an engine that holds back holds back
+    those, too. One that holds back a part is no such case."""
+    if any(a.last > MOMENT_S or a.last - a.first > AT_ONCE * a.last for a in answers):
+        return False
+    count = MUCH_LONGER * work.tokens
+    try:
+        longer = _answered(client.complete(prompts, count), count)
+    except EngineError:  # no room in the context
+        return False
+    return contradiction(longer, [a.first for a in _answered(client.complete(prompts, 1), 1)]) <= BURST
 
 
 def check_texts(work: TimedWork, runs: CellRuns) -> None:
