@@ -171,13 +171,13 @@ class FaultyPeer:
 
     def _two_models(self, setup: Setup, launch: Launch) -> Launch:
         """The engine and a cheaper one behind one address."""
-        words = ["PORT" if word == str(setup.port) else word for word in launch.command]
-        at = words.index("serve") + 1
-        cheaper = [*words[:at], str(self.folder), "--name", load.EMBEDDED.name, *words[at:]]
+        full = ["PORT" if word == str(setup.port) else word for word in launch.command]
+        at = full.index("serve") + 1
+        cheaper = [*full[:at], str(self.folder), "--name", load.EMBEDDED.name, *full[at:]]
         at = cheaper.index("--record")
         del cheaper[at : at + 2]
         command = [sys.executable, str(Path(two_models.__file__)), "--port", str(setup.port), "--fault", self.fault]
-        for name, server in (("first", words), ("second", cheaper)):
+        for name, server in (("first", full), ("second", cheaper)):
             path = self.folder.parent / f"{name}.json"
             path.write_text(json.dumps(server), encoding="utf-8")
             command += [f"--{name}", str(path)]

@@ -119,10 +119,10 @@ def main() -> None:
     parser.add_argument("--second", type=Path)
     options = parser.parse_args()
     ports = (free_port(), free_port())
-    words = [json.loads(path.read_text(encoding="utf-8")) for path in (options.first, options.second)]
+    commands = [json.loads(path.read_text(encoding="utf-8")) for path in (options.first, options.second)]
     servers = [
         subprocess.Popen([str(port) if word == "PORT" else word for word in command])
-        for command, port in zip(words, ports)
+        for command, port in zip(commands, ports)
     ]
 
     def stop(*_: object) -> None:

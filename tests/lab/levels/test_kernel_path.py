@@ -167,7 +167,13 @@ def test_a_record_is_held_against_every_gate() -> None:
     assert "took f32" in failed(ran, gates(activation="prefill=mxfp8"))["activation prefill=mxfp8 ran"]
     assert not failed(ran, gates(moe_kernel="prefill=reference"))
     assert failed(ran, Gates(), ("batch",)) == {"something ran in batch": ""}
-    assert failed(ran, gates(attention="reference"))  # nothing that attends is on record
+    assert failed(ran, gates(attention="reference")) == {
+        "attention reference ran": "nothing shows it: no kernel of it is in the record"
+    }
+    # The plugin's record has its own kernels alone: dense layers that none of them computed are vLLM's.
+    assert not failed(record({"decode": [phase("cpu.moe", ("moe",))]}), gates(linear_kernel="vllm"))
+    ours = record({"decode": [phase("cpu.linear", ("qkv", "o"))]})
+    assert "ran instead" in failed(ours, gates(linear_kernel="vllm"))["linear_kernel vllm ran"]
 
 
 def test_formats_instructions_and_graphs_of_a_record() -> None:
