@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from engine_fakes import VOCAB, ExpertCost
 from engine_heads import write_head
 from fake_core import drain, make
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from halfbyte.engine.batch import Batch
@@ -25,6 +26,7 @@ from halfbyte.engine.sequence import Sequence
 from halfbyte.engine.speculative.controller import LARGEST_CREDIT, PLAIN_STEPS, Controller, Pace, TimeLedger
 from halfbyte.engine.speculative.draft import DraftModelProposer
 from halfbyte.engine.speculative.eagle3 import Eagle3Head, Eagle3Proposer
+from halfbyte.engine.speculative.head_config import HeadConfig, read_config
 from halfbyte.engine.speculative.methods import BytesRead, find_head, make_proposer
 from halfbyte.engine.speculative.ngram import NgramProposer
 from halfbyte.engine.speculative.proposer import Proposal
@@ -346,9 +348,22 @@ def test_a_head_that_missed_a_step_is_not_asked_for_that_sequence(tmp_path: Path
 
 HEADS = [
     {},
-    {"prefix": "layers.0.", "norm_before_fc": True},
+    {"prefix": "layers.0.", "flags": ("norm_before_fc",)},
     {"aux": False, "own_vocab": None},
 ]
+# As published: NVIDIA's v3 (the last boundary is behind the last layer; neither embedding nor output layer of its own),
+# RedHat's in the form of speculators, and one with a norm for each state and the state behind the last norm.
+PUBLISHED = {
+    "nvidia": {"ids": (2, 3, 4), "flags": ("norm_before_fc",), "own_vocab": None},
+    "redhat": {
+        "speculators": True, "prefix": "layers.0.", "own_embedding": True, "ids": (2, 1),
+        "flags": ("norm_before_fc", "norm_before_residual"),
+    },
+    "specdrift": {"flags": ("fc_norm", "norm_output"), "own_vocab": 500},
+    "speculators 3.1": {
+        "speculators": True, "prefix": "layers.0.", "flags": ("norm_before_fc", "norm_before_residual", "norm_output"),
+    },
+}  # fmt: skip
 
 
 @pytest.mark.exact
@@ -369,8 +384,12 @@ def test_eagle3_changes_no_token(kind: int, temperature: float, tmp_path: Path) 
     core.close()
 
 
-def naive_guesses(head: Eagle3Head, taps: torch.Tensor, tokens: list[int], k: int) -> list[int]:
-    """EAGLE-3 written down again, over whole sequences and without a cache: taps [n, 3H] of positions 0 .. n - 1."""
+def naive_guesses(
+    head: Eagle3Head, taps: torch.Tensor, tokens: list[int], k: int, flags: Collection[str],
+    norms: Mapping[str, torch.Tensor],
+) -> list[int]:  # fmt: skip
+    """EAGLE-3 written down again, over whole sequences and without a cache: taps [n, 3H] of positions 0 .. n - 1.
+    `norms` are those in front of `fc`, as the file has them."""
     w, c = head._w, head.config
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -382,6 +401,11 @@ def naive_guesses(head: Eagle3Head, taps: torch.Tensor, tokens: list[int], k: in
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
+    if "norm_before_fc" in flags:
+        taps = norm(taps, norms["input_norm.weight"])
+    if "fc_norm" in flags:
+        parts = taps.split(head.config.hidden, -1)
+        taps = torch.cat([norm(part, norms[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
     hidden = F.linear(taps, head._fc)
     out: list[int] = []
     known = list(tokens)
@@ -395,21 +419,28 @@ def naive_guesses(head: Eagle3Head, taps: torch.Tensor, tokens: list[int], k: in
         a = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None], key.transpose(0, 1)[None], v.transpose(0, 1)[None], is_causal=True, enable_gqa=True
         )[0].transpose(0, 1).reshape(n, -1)  # fmt: skip
-        h = hidden + F.linear(a, w["self_attn.o_proj.weight"])
+        residual = norm(hidden, w["hidden_norm.weight"]) if "norm_before_residual" in flags else hidden
+        h = residual + F.linear(a, w["self_attn.o_proj.weight"])
         y = norm(h, w["post_attention_layernorm.weight"])
         mlp = F.silu(F.linear(y, w["mlp.gate_proj.weight"])) * F.linear(y, w["mlp.up_proj.weight"])
         h = h + F.linear(mlp, w["mlp.down_proj.weight"])
         best = int(F.linear(norm(h[-1:], head._norm), head._lm_head).argmax())
         out.append(best if head._ids is None else int(head._ids[best]))
         known.append(out[-1])
-        hidden = torch.cat((hidden, h[-1:]))
+        last = h[-1:]
+        hidden = torch.cat((hidden, norm(last, head._norm) if "norm_output" in flags else last))
     return out
 
 
-def test_eagle3_guesses_what_the_paper_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", *PUBLISHED])
+def test_eagle3_guesses_what_the_paper_says(kind: str, tmp_path: Path) -> None:
     """Through pages, chunks, a batch and rejected drafts: the guesses of a computation without any of them."""
     model = small()
-    core = core_with(model, gates=Gates(speculate="eagle3"), draft=str(write_head(tmp_path / "h", model)), max_draft=3)
+    options = PUBLISHED.get(kind, {})
+    folder = write_head(tmp_path / "h", model, **options)
+    file = load_file(folder / "model.safetensors")
+    norms = {name: t.float() for name, t in file.items() if name.startswith(("fc_norm.", "input_norm."))}
+    core = core_with(model, gates=Gates(speculate="eagle3"), draft=str(folder), max_draft=3)
     proposer = core.proposer
     assert isinstance(proposer, Eagle3Proposer)
     eager(proposer.controller)
@@ -429,6 +460,10 @@ def test_eagle3_guesses_what_the_paper_says(tmp_path: Path) -> None:
     from halfbyte.plan.step import Step
 
     model.allocate_kv(1 + 2 * 16)
+    flags = options.get("flags", ())
+    # A norm behind the last one changes little where the layer begins with one.
+    telling = {"norm_before_residual"} | ({"norm_output"} if "norm_before_residual" not in flags else set())
+    compared, seen = 0, {name: False for name in telling if name not in flags}
     for tokens, guesses in drafts[::2]:
         n = len(tokens) - 1  # the last token's hidden states are not computed yet
 
@@ -443,7 +478,13 @@ def test_eagle3_guesses_what_the_paper_says(tmp_path: Path) -> None:
         )  # fmt: skip
         with torch.inference_mode():
             _, taps = proposer.tap(step)
-            assert guesses == naive_guesses(proposer.head, taps.float(), tokens, len(guesses))
+            assert guesses == naive_guesses(proposer.head, taps.float(), tokens, len(guesses), flags, norms)
+            compared += len(guesses)
+            for other in seen:  # what the head does not want would be seen
+                wrong = naive_guesses(proposer.head, taps.float(), tokens, len(guesses), {*flags, other}, norms)
+                seen[other] |= guesses != wrong
+    assert compared >= 6
+    assert all(seen.values()), seen
 
 
 @pytest.mark.parametrize(("weights", "error", "ones"), [("tame", 0.01, 1.0), ("real", 0.02, 0.9)])
@@ -472,7 +513,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_file({"strange.weight": torch.zeros(1)}, folder / "more.safetensors")
     with pytest.raises(CheckpointError, match=r"strange\.weight"):
         Eagle3Head(folder, model)
-    folder = write_head(tmp_path / "d", model, norm_before_fc=True)
+    folder = write_head(tmp_path / "d", model, flags=("norm_before_fc",))
     raw = json.loads((folder / "config.json").read_text())
     raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2, 9]
     (folder / "config.json").write_text(json.dumps(raw))
@@ -480,11 +521,74 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         Eagle3Head(folder, model)
 
 
+def test_published_configs_are_read(tmp_path: Path) -> None:
+    """Fields as those files name them; the sizes are gpt-oss-120b's."""
+    layer = {"num_hidden_layers": 1, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
+    nvidia = {
+        "hidden_size": 2880, **layer, "draft_vocab_size": None, "rope_theta": 150000.0,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [24, 30, 36], "use_aux_hidden_state": True, "norm_before_fc": True,
+            "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+        },
+    }  # fmt: skip
+    redhat = {
+        "speculators_model_type": "eagle3", "norm_before_fc": True, "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": None, "target_hidden_size": None, "draft_vocab_size": 64000,
+        "transformer_layer_config": {"hidden_size": 2880, "model_type": "llama", **layer},
+    }  # fmt: skip
+
+    def read(raw: dict) -> HeadConfig:
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        return read_config(tmp_path, 36, 2880)
+
+    v3 = read(nvidia)
+    assert (v3.boundaries, v3.norm_before_fc, v3.norm_before_residual) == ((24, 30, 36), True, False)
+    theirs = read(redhat)
+    assert (theirs.boundaries, theirs.norm_before_fc, theirs.norm_before_residual) == ((2, 18, 33), True, True)
+    assert (theirs.heads, theirs.kv_heads, theirs.head_dim, theirs.eps) == (64, 8, 64, 1e-6)
+    assert not theirs.norm_output
+    redhat["eagle_aux_hidden_state_layer_ids"] = [2, 18, 33]
+    redhat["transformer_layer_config"] = {"hidden_size": 2880, "num_hidden_layers": 1, "head_dim": 64}
+    assert (read(redhat).heads, read(redhat).kv_heads) == (32, 32), "what a Llama config has by itself is left out"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"speculators_model_type": "dflash"}, "a head of the kind 'dflash'; EAGLE-3 heads are read"),
+        ({"norm_before_residual": None}, "norm_before_residual is None|does not say norm_before_residual"),
+        ({"norm_output": "yes"}, "norm_output is 'yes' in its config, neither true nor false"),
+        ({"target_hidden_size": 77}, "hidden size 77"),
+        ({"transformer_layer_config": {"model_type": "qwen3"}}, "a layer of 'qwen3'"),
+        ({"transformer_layer_config": {}}, "hidden size 4096"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc\.weight is \[\d+, \d+\], but its config asks for"),
+        ({"norm_before_fc": False}, r"holds input_norm\.weight, but its config does not say what for"),
+        ({"fc_norm": True}, r"lacks fc_norm\.0\.weight, fc_norm\.1\.weight, fc_norm\.2\.weight"),
+    ],
+)
+def test_a_head_in_the_form_of_speculators_that_is_not_known_is_one_sentence(
+    change: dict, said: str, tmp_path: Path
+) -> None:
+    model = small()
+    folder = write_head(tmp_path / "h", model, speculators=True, prefix="layers.0.", flags=("norm_before_fc",))
+    assert Eagle3Head(folder, model).config.norm_before_fc
+    raw = json.loads((folder / "config.json").read_text()) | change
+    raw = {name: value for name, value in raw.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=said) as e:
+        Eagle3Head(folder, model)
+    assert str(e.value).count(". ") == 0
+
+
 def test_heads_are_found_by_the_name_of_their_use(tmp_path: Path) -> None:
-    for name in ("gpt-oss-120b-Eagle3-v3", "nvidia/gpt-oss-120b-Eagle3-long-context"):
+    for name in (
+        "gpt-oss-120b-Eagle3-v3", "nvidia/gpt-oss-120b-Eagle3-long-context",
+        "RedHatAI--gpt-oss-20b-speculator.eagle3",
+    ):  # fmt: skip
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text("{}")
     assert find_head("eagle3", 36, None, tmp_path).name == "gpt-oss-120b-Eagle3-v3"
+    assert find_head("eagle3", 24, None, tmp_path).name == "RedHatAI--gpt-oss-20b-speculator.eagle3"
     assert find_head("eagle3-long", 36, None, tmp_path).name == "gpt-oss-120b-Eagle3-long-context"
     with pytest.raises(UsageError, match=r"gpt-oss-120b-Eagle3-short-context in .*halfbyte pull nvidia/"):
         find_head("eagle3-short", 36, None, tmp_path)

@@ -5,24 +5,24 @@ boundaries, joined by `fc`, and the embedding of token i + 1, and guesses token 
 own output. Its attention is a plain Llama layer's: no sinks, no window, its own head counts. Boundary b is what
 enters layer b; the number of layers is what leaves the last one, before the final norm.
 
-Heads differ in the following, all of it read from their config and tensors:
-  eagle_config.eagle_aux_hidden_state_layer_ids   the boundaries; default 2, N/2, N-3
-  eagle_config.use_aux_hidden_state false         the target's final hidden state after its norm, no fc
-  eagle_config.norm_before_fc, input_norm         a norm over the joined states
-  no lm_head, no d2t                              the target's output layer and whole vocabulary
-  no embed_tokens                                 the target's embedding
-  midlayer.* or layers.0.*                        two names for the one layer
+Heads differ in what their config says (`head_config.py`) and in their tensors:
+  input_norm.weight, fc_norm.N.weight   a norm over the joined states, or one over each of them
+  no lm_head, no d2t                    the target's output layer and whole vocabulary
+  no embed_tokens                       the target's embedding
+  midlayer.* or layers.0.*              two names for the one layer
 
 Its keys and values share the pages of the target's full kind: the same tables, prefix cache and preemption serve
 both. (The last slot of a shared prefix was computed with another next token. That costs a guess at
-worst.) Refuses heads of another hidden size, with more than one layer, or with tensors it does not know.
+worst.) Refuses heads of another hidden size, with more than one layer, with tensors it does not know, or whose tensors
+have other shapes than their config asks for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,15 +33,13 @@ from torch.nn import functional as F
 from halfbyte.engine.batch import Batch, Ints
 from halfbyte.engine.runner import StepResult
 from halfbyte.engine.speculative.controller import Controller, Pace
+from halfbyte.engine.speculative.head_config import HeadConfig, read_config
 from halfbyte.engine.speculative.proposer import Proposal
 from halfbyte.errors import CheckpointError, PlanError
-from halfbyte.model.config_json import MAX_BYTES
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.json_records import read_json
-from halfbyte.model.plain_file import refusing
 from halfbyte.model.safetensors_io import read_header
 from halfbyte.ops.norm import rms_norm
-from halfbyte.ops.rope import rope, rope_table, yarn_frequencies
+from halfbyte.ops.rope import rope, rope_table
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.step import Step
 
@@ -54,60 +52,9 @@ _LAYER = {
     "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
     "input_layernorm.weight", "hidden_norm.weight", "post_attention_layernorm.weight",
 }  # fmt: skip
+_NORMS = {"input_layernorm.weight", "hidden_norm.weight", "post_attention_layernorm.weight"}
+_FC_NORM = re.compile(r"fc_norm\.\d\.weight")  # of each of the joined states
 _OUTER = {"fc.weight", "norm.weight", "lm_head.weight", "embed_tokens.weight", "input_norm.weight", "d2t", "t2d"}
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    boundaries: tuple[int, ...]  # empty: the target's final hidden state, after its norm
-    norm_before_fc: bool
-    rope: tuple[Tensor, float]
-
-
-def read_config(folder: Path, layers: int, hidden: int) -> HeadConfig:
-    path = folder / "config.json"
-    raw = read_json(path, dict[str, Any], MAX_BYTES)
-    with refusing(path):
-        return _head_config(raw, folder, layers, hidden)
-
-
-def _head_config(raw: dict[str, Any], folder: Path, layers: int, hidden: int) -> HeadConfig:
-    if raw.get("hidden_size") != hidden:
-        raise CheckpointError(
-            f"{folder} is a head for hidden size {raw.get('hidden_size')}, but the model's is {hidden}."
-        )
-    if int(raw.get("num_hidden_layers") or 1) != 1:
-        raise CheckpointError(f"{folder} has {raw['num_hidden_layers']} layers; EAGLE-3 heads have one.")
-    eagle = raw.get("eagle_config") or {}
-    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
-    if eagle.get("use_aux_hidden_state", True):
-        boundaries = tuple(int(i) for i in ids) if ids else (2, layers // 2, layers - 3)
-    else:
-        boundaries = ()
-    if any(not 0 <= b <= layers for b in boundaries):
-        raise CheckpointError(f"{folder} wants the hidden states at {boundaries}, but the model has {layers} layers.")
-    heads = int(raw["num_attention_heads"])
-    head_dim = int(raw.get("head_dim") or hidden // heads)
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    theta = float(raw.get("rope_theta") or scaling.get("rope_theta") or 10000.0)
-    if kind not in ("default", "yarn"):
-        raise CheckpointError(f"{folder}: rope type {kind!r} is not known for EAGLE-3 heads (default, yarn).")
-    yarn = scaling if kind == "yarn" else {}
-    frequencies = yarn_frequencies(
-        head_dim, theta, float(yarn.get("factor", 1.0)), int(yarn.get("original_max_position_embeddings", 4096)),
-        float(yarn.get("beta_fast", 32.0)), float(yarn.get("beta_slow", 1.0)), bool(yarn.get("truncate", True)),
-        yarn.get("attention_factor"),
-    )  # fmt: skip
-    return HeadConfig(
-        hidden, heads, int(raw.get("num_key_value_heads") or heads), head_dim, float(raw.get("rms_norm_eps", 1e-6)),
-        boundaries, bool(eagle.get("norm_before_fc", False)), frequencies,
-    )  # fmt: skip
 
 
 class Eagle3Head:
@@ -128,7 +75,7 @@ class Eagle3Head:
                     layer[name.removeprefix(prefix)] = tensor
                     break
             else:
-                if name not in _OUTER:
+                if name not in _OUTER and not _FC_NORM.fullmatch(name):
                     raise CheckpointError(f"{folder} holds {name!r}, which is not part of an EAGLE-3 head.")
                 outer[name] = tensor
         needed = {n for n in _LAYER if n.endswith(".weight")} - {"input_layernorm.weight"}
@@ -137,8 +84,17 @@ class Eagle3Head:
             missing.append("fc.weight")
         if c.norm_before_fc and "input_norm.weight" not in outer:
             missing.append("input_norm.weight")
+        fc_norms = [f"fc_norm.{i}.weight" for i in range(len(c.boundaries))] if c.fc_norm else []
+        missing += [name for name in fc_norms if name not in outer]
         if missing:
             raise CheckpointError(f"{folder} lacks {', '.join(missing)}; is the download complete?")
+        unused = sorted(n for n in outer if _FC_NORM.fullmatch(n) and n not in fc_norms)
+        unused += ["input_norm.weight"] * ("input_norm.weight" in outer and not c.norm_before_fc)
+        if unused:
+            raise CheckpointError(
+                f"{folder} holds {', '.join(unused)}, but its config does not say what for (norm_before_fc, fc_norm)."
+            )
+        _check_shapes(folder, layer | outer, c, target.config.vocab)
         self.device = target.device
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.nbytes = sum(t.nbytes for n, t in raw.items() if n not in ("embed_tokens.weight", "d2t", "t2d"))
@@ -149,6 +105,7 @@ class Eagle3Head:
         self._w = {n: put(t) for n, t in layer.items()}
         self._fc = put(outer["fc.weight"]) if c.boundaries else None
         self._input_norm = put(outer["input_norm.weight"]) if c.norm_before_fc else None
+        self._fc_norms = [put(outer[name]) for name in fc_norms]
         self._norm = put(outer["norm.weight"])
         own = outer.get("embed_tokens.weight")
         self._embed = target.weights.embed if own is None else put(own)
@@ -168,6 +125,9 @@ class Eagle3Head:
             return rms_norm(hidden, *self._final).to(self.dtype)
         if self._input_norm is not None:
             hidden = rms_norm(hidden, self._input_norm, self.config.eps)
+        if self._fc_norms:
+            states = torch.chunk(hidden, len(self._fc_norms), dim=-1)
+            hidden = torch.cat([rms_norm(s, w, self.config.eps) for s, w in zip(states, self._fc_norms)], dim=-1)
         return F.linear(hidden.to(self.dtype), self._fc)
 
     def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -176,7 +136,7 @@ class Eagle3Head:
         embedded = F.embedding(tokens.long(), self._embed).to(self.dtype)
         if "input_layernorm.weight" in w:
             embedded = rms_norm(embedded, w["input_layernorm.weight"], eps).to(self.dtype)
-        return torch.cat((embedded, rms_norm(hidden, w["hidden_norm.weight"], eps).to(self.dtype)), dim=-1)
+        return torch.cat((embedded, self._normed(hidden)), dim=-1)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[R, kv_heads, D] each."""
@@ -199,9 +159,10 @@ class Eagle3Head:
         return torch.einsum("kgl,lkd->kgd", scores.softmax(-1), v.float()).reshape(-1).to(self.dtype)
 
     def leave(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Residual stream [R, H] after attention and MLP, before the final norm: the input of the next guess."""
+        """Residual stream [R, H] after attention and MLP, before the final norm."""
         w = self._w
-        h = hidden + self._linear(attended, "self_attn.o_proj")
+        residual = self._normed(hidden) if self.config.norm_before_residual else hidden
+        h = residual + self._linear(attended, "self_attn.o_proj")
         x = rms_norm(h, w["post_attention_layernorm.weight"], self.config.eps).to(self.dtype)
         return h + self._linear(
             F.silu(self._linear(x, "mlp.gate_proj")) * self._linear(x, "mlp.up_proj"), "mlp.down_proj"
@@ -212,8 +173,37 @@ class Eagle3Head:
         best = F.linear(rms_norm(hidden, self._norm, self.config.eps).to(self.dtype), self._lm_head).argmax(-1)
         return best if self._ids is None else self._ids[best]
 
+    def carry(self, hidden: Tensor) -> Tensor:
+        """What the next guess is made from, of what `leave` returned."""
+        return rms_norm(hidden, self._norm, self.config.eps).to(self.dtype) if self.config.norm_output else hidden
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self._w["hidden_norm.weight"], self.config.eps).to(self.dtype)
+
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self._w[f"{name}.weight"], self._w.get(f"{name}.bias"))
+
+
+def _check_shapes(folder: Path, tensors: dict[str, Tensor], c: HeadConfig, vocab: int) -> None:
+    h, joined = c.hidden, c.hidden * len(c.boundaries)
+    rows = {"q": c.heads * c.head_dim, "k": c.kv_heads * c.head_dim, "v": c.kv_heads * c.head_dim}
+    inner = tensors["mlp.gate_proj.weight"].shape[0]
+    words = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else vocab
+    known = tensors["embed_tokens.weight"].shape[0] if "embed_tokens.weight" in tensors else vocab
+    wanted: dict[str, tuple[int, ...]] = {
+        **{f"self_attn.{x}_proj.weight": (n, 2 * h) for x, n in rows.items()},
+        **{f"self_attn.{x}_proj.bias": (n,) for x, n in rows.items()},
+        "self_attn.o_proj.weight": (h, rows["q"]), "self_attn.o_proj.bias": (h,),
+        "mlp.gate_proj.weight": (inner, h), "mlp.up_proj.weight": (inner, h), "mlp.down_proj.weight": (h, inner),
+        **dict.fromkeys((*_NORMS, "norm.weight"), (h,)), "input_norm.weight": (joined,),
+        "embed_tokens.weight": (max(vocab, known), h), "lm_head.weight": (words, h), "d2t": (words,),
+    }  # fmt: skip
+    if c.boundaries:
+        wanted["fc.weight"] = h, joined
+    for name, tensor in tensors.items():
+        shape = (h,) if _FC_NORM.fullmatch(name) else wanted.get(name)
+        if shape is not None and tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{folder}: {name} is {list(tensor.shape)}, but its config asks for {list(shape)}.")
 
 
 class HiddenTap:
@@ -360,7 +350,7 @@ class Eagle3Proposer:
                     break
                 live = [(live[j][0], live[j][1], live[j][2] + 1) for j in on]
                 positions = torch.tensor([p for _, _, p in live], dtype=torch.int32, device=device)
-                h = h[on]
+                h = head.carry(h[on])
                 entered = head.enter(h, tokens[on])
                 k, v = head.keys_values(entered, positions)
                 q = head.queries(entered, positions)

@@ -17,13 +17,16 @@ from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.load import EMBEDDED, load_model, resolve_model
 from halfbyte.roofline import decode_traffic
 
-# Heads by use: ends of their published names, best first. {base} is gpt-oss-120b or gpt-oss-20b.
+# Heads by use: their published names, best first. {base} is gpt-oss-120b or gpt-oss-20b.
 HEADS = {
-    "eagle3": ("{base}-Eagle3-v3", "{base}-Eagle3-v2", "{base}-Eagle3"),
-    "eagle3-short": ("{base}-Eagle3-short-context",),
-    "eagle3-long": ("{base}-Eagle3-long-context",),
-    "eagle3-throughput": ("{base}-Eagle3-throughput",),
-}
+    "eagle3": (
+        "nvidia/{base}-Eagle3-v3", "RedHatAI/{base}-speculator.eagle3", "nvidia/{base}-Eagle3-v2",
+        "nvidia/{base}-Eagle3",
+    ),
+    "eagle3-short": ("nvidia/{base}-Eagle3-short-context",),
+    "eagle3-long": ("nvidia/{base}-Eagle3-long-context",),
+    "eagle3-throughput": ("nvidia/{base}-Eagle3-throughput",),
+}  # fmt: skip
 _BASES = {36: "gpt-oss-120b", 24: "gpt-oss-20b"}
 
 
@@ -65,12 +68,13 @@ def find_head(method: str, layers: int, draft: str | None, models: Path | None =
     root = models or Path(setting("HALFBYTE_MODELS_DIR") or "~/.cache/halfbyte/models").expanduser()
     names = [name.format(base=_BASES[layers]) for name in HEADS[method]]
     for name in names:
-        for folder in (root / name, root / "nvidia" / name, root / f"nvidia--{name}"):
+        owner, _, short = name.partition("/")
+        for folder in (root / short, root / name, root / f"{owner}--{short}"):
             if (folder / "config.json").is_file():
                 return folder
     raise UsageError(
         f"--speculate {method} needs one of {', '.join(names)} in {root}; fetch it with "
-        f"`halfbyte pull nvidia/{names[0]}`, or name a folder with --draft."
+        f"`halfbyte pull {names[0]}`, or name a folder with --draft."
     )
 
 
