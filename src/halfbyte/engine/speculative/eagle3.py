@@ -188,20 +188,20 @@ def _check_shapes(folder: Path, tensors: dict[str, Tensor], c: HeadConfig, vocab
     h, joined = c.hidden, c.hidden * len(c.boundaries)
     rows = {"q": c.heads * c.head_dim, "k": c.kv_heads * c.head_dim, "v": c.kv_heads * c.head_dim}
     inner = tensors["mlp.gate_proj.weight"].shape[0]
-    words = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else vocab
-    known = tensors["embed_tokens.weight"].shape[0] if "embed_tokens.weight" in tensors else vocab
-    wanted: dict[str, tuple[int, ...]] = {
+    vocab_rows = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else vocab
+    embed_rows = tensors["embed_tokens.weight"].shape[0] if "embed_tokens.weight" in tensors else vocab
+    shapes: dict[str, tuple[int, ...]] = {
         **{f"self_attn.{x}_proj.weight": (n, 2 * h) for x, n in rows.items()},
         **{f"self_attn.{x}_proj.bias": (n,) for x, n in rows.items()},
         "self_attn.o_proj.weight": (h, rows["q"]), "self_attn.o_proj.bias": (h,),
         "mlp.gate_proj.weight": (inner, h), "mlp.up_proj.weight": (inner, h), "mlp.down_proj.weight": (h, inner),
         **dict.fromkeys((*_NORMS, "norm.weight"), (h,)), "input_norm.weight": (joined,),
-        "embed_tokens.weight": (max(vocab, known), h), "lm_head.weight": (words, h), "d2t": (words,),
+        "embed_tokens.weight": (max(vocab, embed_rows), h), "lm_head.weight": (vocab_rows, h), "d2t": (vocab_rows,),
     }  # fmt: skip
     if c.boundaries:
-        wanted["fc.weight"] = h, joined
+        shapes["fc.weight"] = h, joined
     for name, tensor in tensors.items():
-        shape = (h,) if _FC_NORM.fullmatch(name) else wanted.get(name)
+        shape = (h,) if _FC_NORM.fullmatch(name) else shapes.get(name)
         if shape is not None and tuple(tensor.shape) != shape:
             raise CheckpointError(f"{folder}: {name} is {list(tensor.shape)}, but its config asks for {list(shape)}.")
 
