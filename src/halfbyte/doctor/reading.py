@@ -31,6 +31,7 @@ GPU_FIELDS = (
 GPU_QUERY = f"nvidia-smi --query-gpu={','.join(GPU_FIELDS)} --format=csv,noheader,nounits"
 REASONS_QUERY = "nvidia-smi --query-gpu=clocks_event_reasons.active --format=csv,noheader"
 OLD_REASONS_QUERY = "nvidia-smi --query-gpu=clocks_throttle_reasons.active --format=csv,noheader"
+MIG_QUERY = "nvidia-smi --query-gpu=mig.mode.current --format=csv,noheader"
 CUDA_QUERY = "nvidia-smi -q -d COMPUTE"
 PROCESSES_QUERY = "nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader,nounits"
 # Published checkpoints, as they lie on disk.

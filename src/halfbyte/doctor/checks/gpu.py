@@ -13,7 +13,7 @@ from halfbyte.architectures import GPU_ARCHES, refusal_of
 from halfbyte.doctor.finding import Finding, Purpose, check
 from halfbyte.doctor.known_bad import KNOWN_BAD
 from halfbyte.doctor.machine import Machine
-from halfbyte.doctor.reading import GPU_QUERY, PROCESSES_QUERY, driver_cuda, gib, gpus, number, version
+from halfbyte.doctor.reading import GPU_QUERY, MIG_QUERY, PROCESSES_QUERY, driver_cuda, gib, gpus, number, version
 
 TRITONS_PTXAS = (12, 8)  # every Triton that halfbyte runs with brings this one or a later one
 ARCHES_BY_CAPABILITY = {arch.capability: arch for arch in GPU_ARCHES.values() if arch.capability is not None}
@@ -28,6 +28,7 @@ SLOWDOWNS = {
 }
 DEVICES = "/proc/driver/nvidia/gpus"
 MODULE = "/proc/driver/nvidia/version"
+MPS_FOLDER = "/tmp/nvidia-mps"  # where its daemon listens, unless CUDA_MPS_PIPE_DIRECTORY names another folder
 
 
 @check("gpu.visible", "error", "a GPU that the kernel knows but nvidia-smi or this container does not see")
@@ -139,6 +140,41 @@ def mode(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
                 "switch it on",
                 ("sudo nvidia-smi -pm 1",),
             )
+
+
+@check("gpu.partitioned", "warning", "a GPU that is divided by MIG, or shared by MPS")
+def partitioned(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
+    """Some kernels keep one block on every multiprocessor, and these wait for each other: all must run at once."""
+    cards, variables = gpus(machine), machine.variables()
+    if not cards:
+        return
+    modes = [line.strip() for line in machine.output(MIG_QUERY).splitlines()]
+    named = "MIG-" in variables.get("CUDA_VISIBLE_DEVICES", "") + variables.get("NVIDIA_VISIBLE_DEVICES", "")
+    for gpu, mode in zip(cards, [*modes, *[""] * len(cards)]):
+        if mode == "Enabled" or (named and gpu is cards[0]):
+            yield Finding(
+                "warning",
+                f"{gpu.name} is divided (MIG): a program has a part of its multiprocessors, bandwidth and memory, and "
+                "figures for the whole GPU do not hold",
+                "give halfbyte the whole GPU",
+                ("sudo nvidia-smi -mig 0",),
+            )
+    share = variables.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")
+    if share and number(share) != 100:
+        yield Finding(
+            "warning",
+            f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is {share}: kernels that need every multiprocessor at once cannot start",
+            "take the limit away, or use kernels without that need (--moe-kernel triton)",
+            ("unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",),
+        )
+    if "CUDA_MPS_PIPE_DIRECTORY" in variables or "control" in machine.folder(MPS_FOLDER):
+        yield Finding(
+            "warning",
+            "programs share this GPU by MPS: where another one computes, kernels whose blocks wait for each other may "
+            "give up after seconds",
+            "end MPS, unless halfbyte is alone on the GPU",
+            ("echo quit | nvidia-cuda-mps-control",),
+        )
 
 
 @check("gpu.others", "warning", "other processes on the GPU, and orphaned engine processes")
