@@ -163,7 +163,7 @@ def partitioned(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     if share and number(share) != 100:
         yield Finding(
             "warning",
-            f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is {share}: kernels that need every multiprocessor at once cannot start",
+            f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is {share}: kernels that need all multiprocessors at once cannot start",
             "take the limit away, or use kernels without that need (--moe-kernel triton)",
             ("unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",),
         )

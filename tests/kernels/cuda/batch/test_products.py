@@ -121,6 +121,28 @@ def test_an_experts_column_does_not_depend_on_how_many_share_it(k: int) -> None:
     assert all(torch.equal(first, out) for out in found.values())
 
 
+@pytest.mark.parametrize("experts", [1, 2, 33, 40])
+def test_columns_of_crowded_experts(experts: int) -> None:
+    """Most columns on few experts, others beside them: each is multiplied once, to the bits that it has alone."""
+    columns = 230
+    g = torch.Generator().manual_seed(experts)
+    w, dense = weights("mxfp4", (experts, 32, 64), 1)
+    few = torch.randint(0, min(3, experts), (columns,), generator=g)
+    ids = torch.where(torch.rand(columns, generator=g) < 0.8, few, torch.randint(0, experts, (columns,), generator=g))
+    assert int(torch.bincount(ids, minlength=experts).max()) > 4 * 8
+    x = torch.randn((columns, 64), generator=g).bfloat16()
+    matrix = BatchMatrix(w, None, "down")
+    out, again = torch.full((columns, 32), float("nan")), torch.full((columns, 32), float("nan"))
+    matrix.run(Emulator(5), x, out, columns, ids=ids.int())
+    assert error(out, torch.stack([row.double() @ dense[e].double().T for row, e in zip(x, ids)])) < 1e-6
+    matrix.run(Emulator(3, seed=9), x, again, columns, ids=ids.int())
+    assert torch.equal(out, again)
+    one = torch.full((1, 32), float("nan"))
+    for i in range(0, columns, 37):
+        matrix.run(Emulator(2), x[i : i + 1].contiguous(), one, 1, ids=ids[i : i + 1].int())
+        assert torch.equal(out[i], one[0])
+
+
 def make_layer(
     hidden: int, inner: int, experts: int, top_k: int, dense: str, machine: KernelMachine, device: str = "cpu"
 ) -> tuple[LayerKernels, dict[str, torch.Tensor]]:

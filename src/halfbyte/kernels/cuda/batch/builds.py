@@ -100,7 +100,7 @@ class ProductShape:
         parts, slot = self.slots
         slots = self.ring // slot // parts * parts
         bars = 8 * (2 * slots + 2 * self.summers + 2 * QUEUE)
-        tables = 16 * QUEUE + 4 + 8 * EXPERTS_MAX + 8 * COLUMNS_MAX
+        tables = 16 * QUEUE + 4 + 8 * EXPERTS_MAX + 8 * COLUMNS_MAX + 4
         return -(-(slots * slot + self.summers * workers * 512 + bars + tables) // 8) * 8
 
     @property

@@ -56,9 +56,11 @@ HB_DEV void group_columns(const Product& p, Shared& sh, int thread, int warp) {
       if (thread >= d) sum += y;
     }
     u32 before = sum - mine;
+    bool crowded = false;
     HB_ROLLED
     for (int e = first; e < last; e++) {
       const int n = sh.count[e];
+      crowded = crowded || n > COLUMNS;
       sh.start[e] = (int)(before & 0xffffu);
       HB_ROLLED
       for (int left = n; left > 0; left -= COLUMNS) {
@@ -67,6 +69,8 @@ HB_DEV void group_columns(const Product& p, Shared& sh, int thread, int warp) {
       }
     }
     if (thread == 31) sh.groups = (int)(before >> 16);
+    const u32 votes = warp_ballot(crowded);
+    if (thread == 0) sh.crowded = votes;
   }
   sync_all();
   if (warp == WORKERS) return;
@@ -74,13 +78,25 @@ HB_DEV void group_columns(const Product& p, Shared& sh, int thread, int warp) {
   HB_ROLLED
   for (int i = warp < WORKERS ? thread : thread - 32; i < p.columns; i += THREADS - 32) {
     const int e = sh.id[i];
-    int place;
-    if (sh.count[e] <= COLUMNS) place = shared_count(&sh.start[e]);
-    else {
-      place = sh.start[e];
-      for (int j = 0; j < i; j++) place += sh.id[j] == e;
+    if (sh.count[e] <= COLUMNS) sh.list[shared_count(&sh.start[e])] = (u16)i;
+  }
+  // The columns of an expert of several groups are in order: a warp passes over all columns once for each such expert.
+  const int each = (p.experts + 31) / 32, lane = thread % 32;
+  HB_ROLLED
+  for (int l = warp < WORKERS ? warp : warp - 1; l < 32; l += THREADS / 32 - 1) {
+    if (!(sh.crowded >> l & 1)) continue;
+    HB_ROLLED
+    for (int e = l * each; e < l * each + each && e < p.experts; e++) {
+      if (sh.count[e] <= COLUMNS) continue;
+      int place = sh.start[e];
+      HB_ROLLED
+      for (int from = 0; from < p.columns; from += 32) {
+        const bool mine = from + lane < p.columns && sh.id[from + lane] == e;
+        const u32 votes = warp_ballot(mine);
+        if (mine) sh.list[place + popcount(votes & ((1u << lane) - 1))] = (u16)(from + lane);
+        place += popcount(votes);
+      }
     }
-    sh.list[place] = (u16)i;
   }
   sync_some<1, THREADS - 32>();
 }

@@ -141,6 +141,7 @@ struct Shared {
   u32 group[COLUMNS_MAX];   // expert << 16 | first of its columns in `list` << 4 | how many
   u16 list[COLUMNS_MAX];    // columns, by expert
   u16 id[COLUMNS_MAX];      // experts, by column
+  u32 crowded;              // bit i: of the experts that lane i counts, one has more columns than a group
 };
 #define HB_AT(member) ((u32)(size_t)&((Shared*)0)->member)  // NVRTC has no offsetof; shared memory begins with it
 
