@@ -9,6 +9,7 @@ from bench.measurement import MEASUREMENTS
 MODULES = (
     "bench.engine.commands",
     "bench.engine.serving",
+    "bench.engine.bursts",
     "bench.kernels.decode",
     "bench.engine.load",
     "bench.checks.sanitizer",
