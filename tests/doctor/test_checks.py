@@ -44,7 +44,6 @@ def gpu(capability: str = "12.1", driver: str = "580.142", mhz: int = 208, busy:
         ("gpu.mode", gpu(mode="Prohibited"), "error", "Prohibited"),
         ("gpu.partitioned", ("variables", "", {"CUDA_VISIBLE_DEVICES": "MIG-4a"}), "warning", "divided (MIG)"),
         ("gpu.partitioned", ("variables", "", {"CUDA_MPS_PIPE_DIRECTORY": "/run/mps"}), "warning", "by MPS"),
-        ("gpu.partitioned", ("variables", "", {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}), "warning", "is 50"),
         ("cuda.driver", gpu(driver="570.12"), "error", "needs the 580 series"),
         ("cuda.known-bad", gpu(driver="590.44.01"), "warning", "CUDA graphs"),
         ("gpu.xid", ("kernel_log", "", ["NVRM: Xid (PCI:000f:01:00): 79, GPU has fallen off"]), "warning", "79"),

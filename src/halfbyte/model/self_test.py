@@ -259,7 +259,7 @@ def allowed_error(want: Tensor, unit: Tensor, formats: Sequence[str]) -> Tensor:
     allowed = max(TOLERANCE.get(a, 0.09) for a in formats) * (want.abs() + unit / 4)
     if "int8" not in formats:
         return allowed
-    groups = nn.functional.pad(want.abs(), (0, -want.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    groups = nn.functional.pad(want.abs(), (0, -want.shape[1] % GROUP)).reshape(want.shape[0], -1, GROUP)
     largest = groups.amax(2).repeat_interleave(GROUP, 1)[:, : want.shape[1]]
     return allowed + ROUNDINGS * largest / 254
 

@@ -159,20 +159,12 @@ def partitioned(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
                 "give halfbyte the whole GPU",
                 ("sudo nvidia-smi -mig 0",),
             )
-    share = variables.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")
-    if share and number(share) != 100:
-        yield Finding(
-            "warning",
-            f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is {share}: kernels that need all multiprocessors at once cannot start",
-            "take the limit away, or use kernels without that need (--moe-kernel triton)",
-            ("unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",),
-        )
     if "CUDA_MPS_PIPE_DIRECTORY" in variables or "control" in machine.folder(MPS_FOLDER):
         yield Finding(
             "warning",
-            "programs share this GPU by MPS: where another one computes, kernels whose blocks wait for each other may "
-            "give up after seconds",
-            "end MPS, unless halfbyte is alone on the GPU",
+            "programs share this GPU by MPS, where the CUDA kernels refuse to start: their blocks wait for each other, "
+            "and another program's kernel can keep some of them from starting",
+            "end MPS, or use the Triton kernels (--moe-kernel triton --linear-kernel triton --attention triton)",
             ("echo quit | nvidia-cuda-mps-control",),
         )
 
