@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from halfbyte.formats.matrices import Formats
@@ -11,6 +13,7 @@ from halfbyte.roofline import (
     GPUS,
     decode_ceiling,
     decode_traffic,
+    doubling_depth,
     flops_per_token,
     prefill_ceiling,
     step_work,
@@ -90,3 +93,12 @@ def test_work_of_a_prompt_adds_up_to_its_operations() -> None:
     extra = deep["attention"].flops - work["attention"].flops
     window = 128 * 127 / 2  # rows at the start of a prompt see less than a window
     assert extra == pytest.approx(18 * 4.0 * 4096 * (4096 * 2048 + window), rel=1e-6)
+
+
+def test_a_row_deep_in_a_prompt_takes_twice_the_operations() -> None:
+    config = NAMED["120b"]
+    depth = doubling_depth(config)
+    full = sum(4.0 * config.q_dim for kind in config.layer_kinds if kind == "full")
+    assert depth * full == flops_per_token(config, 1)
+    assert 25_000 < depth < 40_000
+    assert doubling_depth(config.with_(layer_kinds=("sliding",) * config.layers)) == math.inf

@@ -200,7 +200,7 @@ class Tiers:
         layout = PageLayout(page_bytes.to_bytes(16, "little"), page_bytes, page_size)
         store = None if self.folder is None else PrefixStore(self.folder, layout, 1 << 30)
         tiers = PrefixTiers(runner, page_bytes, self.memory, store)
-        tiers.computed = lambda rows, seconds: None  # type: ignore[method-assign]  # nothing depends on a clock
+        tiers.computed = lambda rows, depth, seconds: None  # type: ignore[method-assign]  # nothing depends on a clock
         return tiers
 
 

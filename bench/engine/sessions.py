@@ -190,7 +190,7 @@ def measure_first_tokens(run: Run, bench: SessionBench, folder: Path, length: in
         with bench.core("on", folder=folder) as core:
             assert core.tiers is not None
             if path == "disk":
-                core.tiers.computed = lambda rows, seconds: None  # reads in any case
+                core.tiers.computed = lambda rows, depth, seconds: None  # reads in any case
             else:
                 ask(core, random_tokens(rng, min(length, most)))  # a server's warm-up tells it
             answers[path] = ask(core, prompt)

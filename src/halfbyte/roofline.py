@@ -164,6 +164,12 @@ def flops_per_token(config: ModelConfig, prompt: int) -> float:
     return c.layers * (dense + moe) + attention
 
 
+def doubling_depth(config: ModelConfig) -> float:
+    """The depth in a prompt at which attention of the full layers takes as many operations as the rest of a row."""
+    per_token = sum(4.0 * config.q_dim for kind in config.layer_kinds if kind == "full")
+    return flops_per_token(config, 1) / per_token if per_token else math.inf
+
+
 @dataclass(frozen=True)
 class Ceiling:
     tokens_per_second: float

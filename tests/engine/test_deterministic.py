@@ -105,7 +105,7 @@ def play(seed: int, answer_rows: int, folder: Path) -> tuple[list[str], Counter[
             store = PrefixStore(folder / str(seed), layout, 1 << 20) if on_disk else None
             if tiers is None or on_disk:
                 tiers = PrefixTiers(core.runner, 8 * page_size, memory, store)  # type: ignore[arg-type]
-                tiers.computed = lambda rows, seconds: None  # type: ignore[method-assign]
+                tiers.computed = lambda rows, depth, seconds: None  # type: ignore[method-assign]
             tiers._runner = core.runner  # type: ignore[assignment]
             core.attach(tiers)
         lives = answers_of(outputs_of(core, todo, rng, cancels=True))

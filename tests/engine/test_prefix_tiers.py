@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -43,7 +44,7 @@ def make(
     core = EngineCore(runner, config, FakeVocabulary())
     store = None if folder is None else PrefixStore(folder, LAYOUT, disk, files=UnsyncedFiles())
     tiers = PrefixTiers(runner, PAGE_BYTES, memory, store)
-    tiers.computed = lambda rows, seconds: None  # type: ignore[method-assign]  # a test says what is faster
+    tiers.computed = lambda rows, depth, seconds: None  # type: ignore[method-assign]  # a test says what is faster
     core.attach(tiers)
     return core
 
@@ -280,6 +281,33 @@ def test_what_is_slower_to_read_than_to_compute_is_computed(tmp_path: Path) -> N
     core.close()
 
 
+def test_deep_tokens_of_a_prompt_count_as_slower(tmp_path: Path) -> None:
+    """By the speed at its beginning the prompt would be computed; its end takes three times as long, so it is read."""
+    prompt = random_prompt(random.Random(6), 60, 60)
+    core = make(tmp_path / "p", memory=1 << 20)
+    run(core, ask(prompt, "a"))
+    core.close()
+    for doubling_depth, disk_tokens in ((math.inf, 0), (14.0, 56)):
+        core = make(tmp_path / "p")
+        tiers = core.tiers
+        assert tiers is not None
+        tiers._doubling_depth = doubling_depth
+        # 14 pages are read in 2 s; 56 tokens are computed in 1 s without depth, in 3 s with it.
+        tiers.speeds.rows, tiers.speeds.disk, tiers.speeds.up = 56.0, 14 * PAGE_BYTES / 2.0, 1e12
+        assert run(core, ask(prompt, "b"))["b"].disk_tokens == disk_tokens
+        core.close()
+
+
+def test_a_measured_speed_is_that_at_the_beginning_of_a_prompt(tmp_path: Path) -> None:
+    core = make(tmp_path / "p")
+    tiers = core.tiers
+    assert tiers is not None
+    tiers._doubling_depth = 1000.0
+    prefix_tiers.PrefixTiers.computed(tiers, 500, 1500.0, 1.0)
+    assert tiers.speeds.rows == 1250.0
+    core.close()
+
+
 def test_scopes_find_none_of_each_other_s_prefixes(tmp_path: Path) -> None:
     prompt = random_prompt(random.Random(7), 60, 60)
     core = make(tmp_path / "p", memory=1 << 20)
@@ -436,8 +464,8 @@ def test_prompts_are_timed_by_steps_that_have_run(run_ahead: bool) -> None:
     core = make(memory=1 << 20, run_ahead=run_ahead, max_rows_per_step=32)
     tiers = core.tiers
     assert tiers is not None
-    timed: list[tuple[int, float]] = []
-    tiers.computed = lambda rows, seconds: timed.append((rows, seconds))  # type: ignore[method-assign]
+    timed: list[tuple[int, float, float]] = []
+    tiers.computed = lambda rows, depth, seconds: timed.append((rows, depth, seconds))  # type: ignore[method-assign]
     now = [0.0]
     core._clock = lambda: now[0]
     commit = core._commit
@@ -449,6 +477,7 @@ def test_prompts_are_timed_by_steps_that_have_run(run_ahead: bool) -> None:
     core._commit = slow  # type: ignore[method-assign]
     core.submit(ask(random_prompt(random.Random(31), 100, 100), "a"))
     drain(core)
-    assert sum(rows for rows, _ in timed) == 100
-    assert all(rows / seconds < 100 / 5 + 1 for rows, seconds in timed), timed
+    assert sum(rows for rows, _, _ in timed) == 100
+    assert sum(rows * depth for rows, depth, _ in timed) == pytest.approx(100 * 50)
+    assert all(rows / seconds < 100 / 5 + 1 for rows, _, seconds in timed), timed
     core.close()

@@ -48,7 +48,7 @@ def core_of(model: GptOss, folder: Path | None, memory: int, *, prefix_cache: bo
     tokenizer = load.tokenizer_of(load.resolve_model(None))
     core = core_for(model, tokenizer, options, path=load.EMBEDDED)[0]
     if core.tiers is not None:  # nothing depends on what is faster here
-        core.tiers.computed = lambda rows, seconds: None  # type: ignore[method-assign]
+        core.tiers.computed = lambda rows, depth, seconds: None  # type: ignore[method-assign]
     return core
 
 

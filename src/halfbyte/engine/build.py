@@ -47,6 +47,7 @@ from halfbyte.model.gpt_oss import GptOss, arch_of
 from halfbyte.model.load import EMBEDDED, RANDOM, OpenCheckpoint, load_model, resolve_device, resolve_model
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.plan.step import Regime
+from halfbyte.roofline import doubling_depth
 
 
 def build_core(
@@ -183,7 +184,7 @@ def tiers_for(
         store = PrefixStore(Path(options.prefix_folder).expanduser(), layout, most)
     if store is None and memory < page_bytes:
         return None
-    return PrefixTiers(runner, page_bytes, memory, store)
+    return PrefixTiers(runner, page_bytes, memory, store, doubling_depth=doubling_depth(model.config))
 
 
 def _device_name(device: torch.device) -> str:

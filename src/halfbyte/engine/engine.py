@@ -82,6 +82,7 @@ class EngineCore:
         self._clock = clock
         self._last_commit = self._last_result = self._untimed_since = -math.inf
         self._untimed_rows = 0  # of prompts, in steps without results
+        self._untimed_depth = 0.0  # the sum of their positions
         self._deadlines: list[tuple[float, str]] = []
         self._count = Counters()
         self._outputs: list[Output] = []
@@ -214,11 +215,13 @@ class EngineCore:
             if not self._untimed_rows:
                 self._untimed_since = max(launched.time, self._last_result)
             self._untimed_rows += step.rows
+            self._untimed_depth += sum(chunk.count * (chunk.start + chunk.count / 2) for chunk in step.chunks)
         if step.results or self.config.host_steps:
             self._last_result = self._clock()
             if self._untimed_rows:
-                tiers.computed(self._untimed_rows, self._last_result - self._untimed_since)
-            self._untimed_rows = 0
+                depth = self._untimed_depth / self._untimed_rows
+                tiers.computed(self._untimed_rows, depth, self._last_result - self._untimed_since)
+            self._untimed_rows, self._untimed_depth = 0, 0.0
 
     def _stage(self, name: Stage, work: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
         if self.observer is None:
@@ -453,7 +456,7 @@ class EngineCore:
     def _step_failed(self, steps: list[ScheduledStep], error: BaseException) -> None:
         """Undo a failed step, and the one launched after it, which is first in `steps`; find the sequence to blame."""
         count, scheduler = self._count, self.scheduler
-        self._untimed_rows = 0
+        self._untimed_rows, self._untimed_depth = 0, 0.0
         count.failures += 1
         count.good_steps = 0
         memory = isinstance(error, MemoryError | NotEnoughMemoryError) or type(error).__name__ == "OutOfMemoryError"

@@ -21,6 +21,7 @@ Nothing that goes wrong here reaches a request: it is logged, and the tokens are
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -69,7 +70,7 @@ class Speeds:
     down: float = 4e9
     up: float = 4e9
     disk: float = 5e8
-    rows: float | None = None  # of prompts, computed in a second; None: none was computed yet
+    rows: float | None = None  # of prompts at their beginning, computed in a second; None: none was computed yet
 
     def learn(self, name: str, speed: float, weight: float) -> None:
         before = getattr(self, name)
@@ -118,8 +119,12 @@ class Restore:
 
 
 class PrefixTiers:
-    def __init__(self, runner: MovesPages, page_bytes: int, memory_bytes: int, store: PrefixStore | None) -> None:
-        self._runner, self.page_bytes, self.store = runner, page_bytes, store
+    def __init__(
+        self, runner: MovesPages, page_bytes: int, memory_bytes: int, store: PrefixStore | None, *,
+        doubling_depth: float = math.inf,
+    ) -> None:  # fmt: skip
+        """`doubling_depth`: where in a prompt a row takes twice as long as at its beginning."""
+        self._runner, self.page_bytes, self.store, self._doubling_depth = runner, page_bytes, store, doubling_depth
         self._scheduler: Scheduler
         self._pages: PagePool
         self._memory: ByteCache[bytes, memoryview] | None = None
@@ -172,7 +177,12 @@ class PrefixTiers:
             return True
         tokens = self._pages.page_size * sum(ref.kind == FULL for ref in refs)
         seconds = len(refs) * self.page_bytes * (1 / self.speeds.down + 1 / self.speeds.up)
-        return seconds < tokens / self.speeds.rows
+        return seconds < self._computing_seconds(0, tokens, self.speeds.rows)
+
+    def _computing_seconds(self, first: int, count: int, speed: float) -> float:
+        """How long `count` tokens of a prompt take from position `first` on. A row attends to all rows before it, so
+        that deep ones take longer than those by which the speed is mostly measured."""
+        return count * (1 + (first + count / 2) / self._doubling_depth) / speed
 
     def _copy(self, ended: EndedPages) -> None:
         """Copy pages to host memory."""
@@ -303,7 +313,7 @@ class PrefixTiers:
         if blocks <= hit.blocks:
             return False
         absent = self._pages.absent(seq.tables, blocks)
-        if not self._faster(absent, (blocks - hit.blocks) * self._pages.page_size, restore):
+        if not self._faster(absent, hit.blocks, blocks, restore):
             restore.attempts = ATTEMPTS
             return False
         restore.attempts += 1
@@ -346,7 +356,7 @@ class PrefixTiers:
         if blocks <= hit.blocks:
             return
         absent = self._pages.absent(seq.tables, blocks)
-        if self._faster(absent, (blocks - hit.blocks) * self._pages.page_size, restore):
+        if self._faster(absent, hit.blocks, blocks, restore):
             with self._changed:
                 self._request(restore, [page for page in absent if self._in_memory(_key(*page)) is None])
 
@@ -372,8 +382,8 @@ class PrefixTiers:
             return False
         return (self._memory is not None and key in self._memory) or (self.store is not None and key in self.store)
 
-    def _faster(self, absent: list[tuple[int, bytes]], tokens: int, restore: Restore) -> bool:
-        """Whether reading and inserting these pages takes less time than computing so many tokens."""
+    def _faster(self, absent: list[tuple[int, bytes]], first: int, end: int, restore: Restore) -> bool:
+        """Whether reading and inserting these pages takes less time than computing the blocks from `first` to `end`."""
         speeds = self.speeds
         if speeds.rows is None:
             return True  # nothing was computed yet
@@ -383,7 +393,8 @@ class PrefixTiers:
                 self._in_memory(key) is None and key not in restore.ready for key in (_key(*p) for p in absent)
             )
         seconds = self.page_bytes * (len(absent) / speeds.up + on_disk / speeds.disk)
-        if seconds < tokens / speeds.rows:
+        size = self._pages.page_size
+        if seconds < self._computing_seconds(first * size, (end - first) * size, speeds.rows):
             return True
         self._refusals += 1
         return self._refusals % TRIAL == 0
@@ -506,10 +517,10 @@ class PrefixTiers:
             seconds = time.perf_counter() - start
         return max(1e-9, seconds / count)
 
-    def computed(self, rows: int, seconds: float) -> None:
-        """A step computed so many rows of prompts in this time."""
+    def computed(self, rows: int, depth: float, seconds: float) -> None:
+        """Steps computed so many rows of prompts in this time, `depth` positions deep in the mean."""
         if rows >= self._pages.page_size and seconds > 0:
-            self.speeds.learn("rows", rows / seconds, WEIGHT)
+            self.speeds.learn("rows", rows * (1 + depth / self._doubling_depth) / seconds, WEIGHT)
 
     def _bytes_per_step(self, speed: float) -> int:
         """Bytes that may be moved at this speed before the next step, so that running sequences are not delayed."""

@@ -74,7 +74,7 @@ def _measure_prompt(core: EngineCore, tiers: PrefixTiers) -> None:
     batch.regime = "prefill" if core.config.answer_rows else None
     begin = time.perf_counter()
     core.runner.run_idle(batch)
-    tiers.computed(rows, time.perf_counter() - begin)
+    tiers.computed(rows, rows / 2, time.perf_counter() - begin)
 
 
 # ---- graphs and prompts, which only a device has ------------------------------------------------------------------
