@@ -16,7 +16,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from errands import Errands
+from described import Described
 from everyday import NAMED, TOLD, running
 from phrasings import HONEST, Split
 from remarks import Told
@@ -47,7 +47,7 @@ _KEYS = (
 ).split()
 
 
-class Writer(Errands):
+class Writer(Described):
     """Draws everything that one conversation needs."""
 
     # ---- tasks --------------------------------------------------------------------------------
@@ -417,6 +417,9 @@ def conversations(
     if kind < 0.16:
         offer = writer.tool_offer()
         makes = lambda: writer.tool_call(offer)  # noqa: E731
+    elif kind < 0.36 and writer.wording == "train" and rng.random() < 0.4:
+        functions = writer.described()
+        makes = lambda: writer.described_call(functions)  # noqa: E731
     elif kind < 0.36:
         offered = writer.offered(rng.randint(1, 8))
         absent = [row for row in writer.errands() if row[:2] not in {e.row[:2] for e in offered}]

@@ -130,6 +130,10 @@ def check_grade(turns: list[Turn]) -> None:
         assert last.function in {tool.name for tool in turn.tools}
         (tool,) = [tool for tool in turn.tools if tool.name == last.function]
         check_arguments(json.loads(last.text), tool.parameters)
+        if turn.task == "described":
+            question, arguments = turn.says[0].text, json.loads(last.text)
+            values = [v for value in arguments.values() for v in (value if isinstance(value, list) else [value])]
+            assert all(str(v) in question for v in values if not isinstance(v, bool)), (question, arguments)
         return
     if turn.task == "tell":
         assert turn.facts["value"] in turn.says[0].text
@@ -148,7 +152,9 @@ def check_grade(turns: list[Turn]) -> None:
 
 def check_arguments(arguments: dict[str, Any], schema: dict[str, Any]) -> None:
     assert set(schema["required"]) <= set(arguments) <= set(schema["properties"])
-    kinds = {"string": str, "integer": int, "number": int, "object": dict, "array": list}
+    kinds = {
+        "string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict, "array": list,
+    }  # fmt: skip
     for name, value in arguments.items():
         kind = schema["properties"][name]
         assert isinstance(value, kinds[kind["type"]])
