@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asking import REQUESTS
+from forms import PARTS
 from lives import Lives
 from turns import COMMON, Turn
 from wordings import drawn_from, expand, without_choices
@@ -502,6 +503,15 @@ class Errands(Lives):
         title = rng.choice(("answer", "record", "form", "response", "data", self.identifier()))
         return (title, json.dumps(schema, separators=(",", ":") if rng.random() < 0.7 else None)), named, options
 
+    def part_of_a_note(self, key: str) -> str:
+        """How a note says the value of a field; for yes and no both, parted by a bar."""
+        table = FIELDS[key][2]
+        if self.wording != "train" or self.rng.random() < 0.4:
+            return self.pick(table)
+        *halves, last = self.rng.choice(PARTS[key]).split(" / ")
+        said = "|".join(drawn_from(self.rng, (half,), table[-(len(table) // 4) :]) for half in (*halves, last))
+        return said[0].lower() + said[1:] if not said.startswith("{") else said
+
     def note(self, response_format: tuple[str, str], named: dict[str, str], options: dict[str, list[str]]) -> Turn:
         """A note in prose, with more in it than the form wants at times."""
         rng = self.rng
@@ -510,7 +520,7 @@ class Errands(Lives):
         value: dict[str, Any] = {}
         parts, reading = [], []  # of the text; of the thought, which reads along and says which field each part is
         for k in rng.sample(shown, len(shown)):
-            kind, said = FIELDS[k][1], self.pick(FIELDS[k][2])
+            kind, said = FIELDS[k][1], self.part_of_a_note(k)
             v: Any
             if kind == "integer":
                 v = rng.randint(1, 99) if k == "age" else rng.randint(1, 999)
@@ -542,11 +552,8 @@ class Errands(Lives):
             reading.append(f"{parts[-1]}: {f'{named[k]} {in_prose(v)}' if k in named else 'no field'}.")
             value[k] = v
         joined = rng.choice((", ", "; ", ". ")).join(parts) + "."
-        text = (
-            joined[0].upper() + joined[1:]
-            if rng.random() < 0.5 and not joined.startswith(tuple(map(str, value.values())))
-            else joined
-        )
+        begins = [part for v in value.values() for part in in_prose(v).split()]
+        text = joined[0].upper() + joined[1:] if rng.random() < 0.5 and not joined.startswith(tuple(begins)) else joined
         template, question = self.ask("json", t=text) if rng.random() < 0.5 else ("{t}", text)
         wanted = {name: value[k] for k, name in named.items()}
         reply = (think(f"The fields are {', '.join(named.values())}. {' '.join(reading)}"), final(json.dumps(wanted)))

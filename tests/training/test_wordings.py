@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 from asking import REQUESTS
-from errands import ERRANDS
+from errands import ERRANDS, FIELDS
 from everyday import COMPARE, LETTERS, LISTS, NAMED, OUTSIDE, PERSONA, REPEAT, STORIES, TALK, TOLD
+from forms import PARTS
 from phrasings import PHRASINGS, SEEN
 from wordings import WORDINGS, drawn_from, expand, plain, ways, worded
 
@@ -73,3 +74,17 @@ def test_requests_have_the_slots_of_their_function(key: tuple[str, str]) -> None
         assert set(re.findall(r"{(\w+)}", template)) <= slots, template
         assert not re.search(r"[\[\]|]", template.replace("{", "").replace("}", "")), template
         assert plain(template) not in {plain(t) for t in unseen}
+
+
+@pytest.mark.parametrize("key", PARTS)
+def test_parts_of_notes_hold_their_value(key: str) -> None:
+    kind, table = FIELDS[key][1], FIELDS[key][2]
+    for rule in PARTS[key]:
+        halves = rule.split(" / ")
+        assert len(halves) == (2 if kind == "boolean" else 1)
+        for i in range(60):
+            for half in halves:
+                said = drawn_from(Random(f"{rule}/{i}"), (half,), table[-(len(table) // 4) :])
+                fields = set(re.findall(r"{(\w)}", said))
+                assert fields == {"boolean": set(), "object": {"k", "n"}}.get(kind, {"v"}), said
+                assert not re.search(r"[\[\]|]", said), said
