@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from everyday import Everyday
 from turns import Turn
+from wordings import expand
 
 from halfbyte.evals import words
 from halfbyte.evals.grading import Grade
@@ -76,6 +77,41 @@ PAIRS: tuple[tuple[str, tuple[tuple[str, str, str], ...], str, str], ...] = (
 MORE_OR_LESS = (("older", "younger"), ("faster", "slower"), ("stronger", "weaker"), ("heavier", "lighter"), ("bigger", "smaller"), ("louder", "quieter"), ("richer", "poorer"), ("happier", "sadder"))  # fmt: skip
 OWNING = (("carries", "carry"), ("sells", "sell"), ("owns", "own"), ("repairs", "repair"), ("wears", "wear"), ("uses", "use"), ("paints", "paint"), ("steers", "steer"), ("lends", "lend"))  # fmt: skip
 FRAMES = ("{t} {q}", "{t} {q}", "{t}\n{q}", "{q} {t}", "Text: {t} Question: {q}", "{t}\n\n{q}", "I heard this: {t} {q}", "Note: {t} {q}")  # fmt: skip
+
+
+# What a user has, and what it has; for training.
+OWNED = (
+    "horse|parrot|brother|aunt|school|office|garden|boat|bike|house|phone|laptop|bank|doctor|teacher|team|band|shop|dentist|landlord|street|village|"
+    "company|hotel|library|gym|guitar|camera|watch|tent|recipe|book|project|server|printer|car key|roommate|hamster|goldfish|rabbit|grandson"
+).split("|")
+FEATURES = {
+    "name": "name", "colour": "colour", "number": "number", "age": "number", "code": "name", "password": "name", "price": "number", "nickname": "name",
+    "address": "name", "phone number": "digits", "size": "number", "owner": "name", "birthday": "day", "favourite food": "food", "brand": "name",
+}  # fmt: skip
+ATTRIBUTE_TOLD = (
+    "[|Note that |Remember that |By the way, |You should know that |I think ]the {f} of my {t} is {v}.", "[|Note: |Well, ]my {t}'s {f} is {v}.", "My {t} has the {f} {v}.",
+    "[As for|About] my {t}[:|,] its {f} is {v}.", "{v} is [the {f} of my {t}|my {t}'s {f}].", "I have a {t}, [the {f} is|its {f} is] {v}.",
+)  # fmt: skip
+ATTRIBUTE_ASKED = (
+    "[What is|What was|What's|Which is] [the {f} of my {t}|my {t}'s {f}][| again]?", "[Do you know|Do you remember|Can you tell me|Could you say|Tell me|Say|Remind me of|Name] [the {f} of my {t}|my {t}'s {f}].",
+    "[Which|What] {f} [does my {t} have|has my {t}|did I say for my {t}|did I give my {t}]?", "[The {f} of my {t}|My {t}'s {f}][?|, please|: what was it?]", "My {t}: [which|what] {f}?",
+)  # fmt: skip
+EVENTS = (
+    "wedding|exam|concert|interview|course|dinner|match|lesson|appointment|funeral|flight|picnic|workshop|rehearsal|lecture|training|ceremony|auction|race|"
+    "conference|reunion|opening|market|festival|class|breakfast|presentation|celebration|trip|show"
+).split("|")
+EVENT_TOLD = (
+    "[|By the way, |Remember: |Note that |You know, ][the|my|our] {e} is {v}.", "[The|My|Our] {e} [takes place|will be|happens|begins|was moved, it is now] {v}.", "We [have|hold|planned] [the|our|a] {e} {v}.",
+    "{v} [is|will be] [the|my|our] {e}.", "I [go|have to go|am invited] to [the|a] {e} {v}.", "There [is|will be] a {e} {v}.",
+)  # fmt: skip
+WHEN_ASKED = (
+    "When [is|was|will be|does] [the|my|our] {e}[| again| take place| begin]?", "[On which day|What day|What time|At what time|Which day] is [the|my|our] {e}?", "[Tell me|Say|Do you know|Do you remember|Remind me] when [the|my|our] {e} is.",
+    "When do [I|we] [have|go to] [the|our] {e}?", "[The|My] {e}: when[| is it]?",
+)  # fmt: skip
+WHERE_ASKED = (
+    "Where [is|was|will be|does] [the|my|our] {e}[| again| take place]?", "[In which place|At what place|In which room|Which place] is [the|my|our] {e}?", "[Tell me|Say|Do you know|Do you remember|Remind me] where [the|my|our] {e} is.",
+    "Where do [I|we] [have|go for|meet for] [the|our] {e}?", "[The|My] {e}: where[| is it]?",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -163,6 +199,38 @@ class Remarks(Everyday):
             lambda: self.noted(said, value),
             lambda: self.asked(question, f"Your favourite {key} is {value}.", value),
         )
+
+    def new_topic(self, draw: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+        """What the user has not told anything about in this conversation."""
+        while (topic := draw()) in self.topics:
+            pass
+        self.topics.add(topic)
+        return topic
+
+    def attribute(self) -> Told:
+        """A feature of something that the user has, for training."""
+        rng = self.rng
+        thing, feature = self.new_topic(lambda: (rng.choice(OWNED), rng.choice(list(FEATURES))))
+        value = self.value(FEATURES[feature])
+        said = self.around(expand(rng, rng.choice(ATTRIBUTE_TOLD)).format(t=thing, f=feature, v=value))
+        question = expand(rng, rng.choice(ATTRIBUTE_ASKED)).format(t=thing, f=feature)
+        answer = f"The {feature} of your {thing} is {value}."
+        return Told(lambda: self.noted(said, value), lambda: self.asked(question, answer, value))
+
+    def event(self) -> Told:
+        """Where or when something takes place, for training."""
+        rng = self.rng
+        (name,) = self.new_topic(lambda: (rng.choice(EVENTS),))
+        when = rng.random() < 0.5
+        value = (
+            rng.choice((f"on {rng.choice(words.DAYS)}", f"at {rng.randint(0, 23)}:{rng.randint(10, 59)}", f"in {rng.choice(words.MONTHS)}"))
+            if when
+            else rng.choice((f"in {self.name()}", f"at {self.name()}", f"in room {self.name()}", f"in the {rng.choice(words.ROOMS)}"))
+        )  # fmt: skip
+        said = self.around(expand(rng, rng.choice(EVENT_TOLD)).format(e=name, v=value))
+        question = expand(rng, rng.choice(WHEN_ASKED if when else WHERE_ASKED)).format(e=name)
+        answer = f"The {name} is {value}."
+        return Told(lambda: self.noted(said, value), lambda: self.asked(question, answer, value))
 
     def list_told(self) -> Turn:
         """A list without a question; `list_asked` refers to it."""

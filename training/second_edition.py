@@ -380,6 +380,8 @@ def conversations(
     tellings = [Told(partial(writer.remark, k, v), partial(writer.recall, k, v)) for k, v in facts.items()]
     tellings += [Told(partial(writer.told, k, v), partial(writer.told_again, k, v)) for k, v in told.items()]
     tellings += [rng.choice((writer.relative, writer.relative, writer.stored, writer.favourite))()]
+    if writer.wording == "train":
+        tellings += [rng.choice((writer.attribute, writer.event))() for _ in range(rng.choice((0, 1, 1, 2)))]
     persona = writer.name() if rng.random() < 0.1 else ""
     instructions = writer.pick(NAMED, "named").format(v=persona) if persona else ""
     unsaid: list[Told] = rng.sample(tellings, len(tellings))

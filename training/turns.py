@@ -125,6 +125,7 @@ class Source:
     def __init__(self, rng: Random, split: Split, wording: Split | None = None) -> None:
         self.rng, self.split = rng, split
         self.wording = wording or split  # which split questions are worded as; names are those of `split`
+        self.topics: set[tuple[str, ...]] = set()  # of what the user tells
 
     # ---- vocabulary ---------------------------------------------------------------------------
 
