@@ -103,6 +103,8 @@ HB_DEV void group_columns(const Product& p, Shared& sh, int thread, int warp) {
 
 // ---- the feeding warp -----------------------------------------------------------------------------------------------
 
+constexpr u64 PATIENCE = 20'000'000'000ull;  // ns
+
 struct Feeder {  // a lane that feeds
   const Product& p;
   Shared& sh;
@@ -111,9 +113,21 @@ struct Feeder {  // a lane that feeds
   int slot = 0, turn = 0;
   u32 phase = 0;
 
+  // If a copy never arrived, the workers would wait for it for ever, and this warp for them: it has registers to spare for a clock.
+  // Of the experts alone, whose host gives it a place to say so.
+  HB_DEV_MEMBER void wait(u64* bar, u32 parity) {
+    if (!BOTH) { wait_for(bar, parity); return; }
+    u64 since = 0;
+    for (u32 tries = 1; !bar_try(bar, parity); wait_a_bit(), tries++) {
+      if (tries % 1024) continue;
+      const u64 now = clock_global();
+      if (!since) since = now;
+      if (now - since > PATIENCE) give_up(p.failure, 0x900);
+    }
+  }
   HB_DEV_MEMBER void publish(int stage, int group, int tile, int count) {
     const int q = turn % QUEUE;
-    wait_for(&sh.item_empty[q], (u32)(turn / QUEUE & 1) ^ 1);
+    wait(&sh.item_empty[q], (u32)(turn / QUEUE & 1) ^ 1);
     if (leads(lane)) {
       sh.item[q] = Item{group, tile, count, stage};
       bar_arrive(&sh.item_full[q], 1);
@@ -132,7 +146,7 @@ struct Feeder {  // a lane that feeds
         HB_UNROLL
         for (int part = 0; part < PARTS; part++) {
           const int bytes = part_bytes(part);
-          wait_for(&sh.empty[slot], phase ^ 1);
+          wait(&sh.empty[slot], phase ^ 1);
           begin_copies(&sh.full[slot], bytes);
           copy_bytes(sh.ring[slot], from, bytes, &sh.full[slot], policy, lane);
           end_copies(&sh.full[slot]);

@@ -215,7 +215,8 @@ HB_PHASE void give_up(u32* failure, u32 where) {
   hb_trap();
 }
 // Waits inside a block are bounded by what they wait for: a copy, which the hardware completes, or a warp of the same block,
-// whose waits for other blocks give up. A count of their own would cost the products with a router 188 bytes of spills.
+// whose waits for other blocks give up. A count of their own would cost the products with a router 188 bytes of spills. Where a
+// copy does not complete after all, the warp that feeds the experts gives up (batch/product.cu).
 HB_DEV void wait_for(u64* bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
 HB_DEV void wait_for(u32 bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
 
