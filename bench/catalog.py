@@ -19,6 +19,7 @@ MODULES = (
     "bench.checks.variant_quality",
     "bench.engine.host",
     "bench.engine.server",
+    "bench.engine.prompt_path",
     "bench.engine.training",
     "bench.checks.teacher_forced",
     "bench.checks.verification",
