@@ -315,7 +315,8 @@ def mixed_steps(run: Run, options: Options) -> None:
     gc.freeze()
     for streams in options.streams:
         for beside in options.beside or (core.config.max_rows_with_decode,):
-            core = core.anew(replace(core.config, max_rows_with_decode=beside))
+            burst = 0 if options.beside else core.config.max_rows_in_burst
+            core = core.anew(replace(core.config, max_rows_with_decode=beside, max_rows_in_burst=burst))
             shape = {"pp": options.prompt, "tg": options.tokens, "concurrency": streams, "beside": beside}
             cell = Cell("closed loop", label, options.preset, path="engine", shape=shape)
             results = closed_loop(core, cell, streams, options.rounds, options.prompt, options.tokens)
