@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from scripted_peer import LIMITS, ScriptedPeer
 
-from halfbyte.errors import UsageError
+from halfbyte.errors import AskError, UsageError
 from halfbyte.gates import parse
 from halfbyte.lab import check
 from halfbyte.lab.check import alone
@@ -23,12 +23,12 @@ from halfbyte.lab.levels.correctness import REFERENCES, incoherence
 from halfbyte.lab.levels.kernel_path import PathEvidence, judge, read_log
 from halfbyte.lab.levels.protocol import Outcome, ProtocolReport, run_levels
 from halfbyte.lab.levels.regression import compare_stored
-from halfbyte.lab.levels.scores import find_table
+from halfbyte.lab.levels.scores import Table, find_table, kept_positions, table_checks
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.measure.engine_timing import TimedWork, measure_client
 from halfbyte.lab.measure.event_stream import StreamReading
 from halfbyte.lab.options import CheckOptions, Works
-from halfbyte.lab.peers.asker import Reply
+from halfbyte.lab.peers.asker import Asker, Question, Reply
 from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import DISTURBED, Cell, Check, Result, ResultFile
 from halfbyte.model import load
@@ -362,3 +362,26 @@ def test_what_else_falls_back_says_nothing_about_experts(tmp_path: Path, line: s
     log.write_text(f"INFO [mxfp4.py:88] Using 'MARLIN' Mxfp4 MoE backend.\n{line}\n")
     verdicts = judge(parse({"moe_kernel": "marlin", "graphs": "off"}, env={}), PathEvidence(statements=read_log(log)))
     assert all(v.ok for v in verdicts), [v.note for v in verdicts]
+
+
+def test_a_long_prompt_that_is_not_scored_was_not_judged(tmp_path: Path) -> None:
+    """An engine with a short context is no PASS, and no FAIL; a short prompt that it does not score is its fault."""
+
+    class Short(Asker):
+        def __init__(self, context: int) -> None:
+            self.context = context
+
+        def ask(self, question: Question) -> Reply:
+            if len(question.prompt) > self.context:
+                raise AskError(f"HTTP 400: the context has {self.context} tokens")
+            return Reply("", "length", len(question.prompt), 1, None, logprobs=(0.0,) * (len(question.prompt) + 1))
+
+    subject, gaps = Subject(ScriptedPeer(), Setup(None, device="cpu"), tmp_path), list[str]()
+    prompts = [(7,) * n for n in (2000, 6000)]
+    table = Table("tiny", tuple(prompts), tuple((0.0,) * len(kept_positions(len(p))) for p in prompts))
+    long, _ = table_checks(subject, Short(5000), table, {}, gaps)
+    assert long.ok
+    reason = "HTTP 400: the context has 5000 tokens"
+    assert gaps == [f"This engine did not score a prompt of 6000 tokens, which was not judged ({reason})."]
+    with pytest.raises(AskError):
+        table_checks(subject, Short(1000), table, {}, [])

@@ -241,7 +241,11 @@ def score_checks(subject: Subject, engine: PeerProcess, detail: dict[str, Any]) 
     if table is None:
         unproven(detail, "There is no reference of this model's log probabilities, or no room to compute it.")
         return [*checks, coherence_check(engine.asker)] if subject.model.path is not None else checks
-    return [*checks, *table_checks(subject, engine.asker, table, detail), *exact_checks(subject, table, detail)]
+    gaps.clear()
+    checks += table_checks(subject, engine.asker, table, detail, gaps)
+    for sentence in gaps:
+        unproven(detail, sentence)
+    return [*checks, *exact_checks(subject, table, detail)]
 
 
 def coherence_check(asker: Asker) -> Check:

@@ -33,7 +33,9 @@ from halfbyte.lab.result import Check
 from halfbyte.model import load
 
 SCHEMA = "halfbyte.scores/1"
-LENGTHS = (65, 129, 193, 300, 513, 1000, 2049, 2112, 4000, 20_000)  # tokens; around pages, window and chunks
+LENGTHS = (65, 129, 193, 300, 513, 1000, 2049, 2112, 4000)  # tokens; around pages, window and chunks
+FAR = 20_000  # tokens of one more prompt, a random one
+OFFERED = 4096  # tokens of a prompt that every engine must score
 ALWAYS = 12  # prompts of another checkpoint whose scores are always computed; longer ones while TABLE_S lasts
 TABLE_S = 600.0
 STRIDE, TAIL = 4, 32  # every fourth position is kept, and the last ones all
@@ -116,6 +118,11 @@ def make_prompts(subject: Subject, lengths: Sequence[int] = LENGTHS) -> list[lis
     return prompts
 
 
+def table_prompts(subject: Subject) -> list[list[int]]:
+    """The prompts of a table, the far one last."""
+    return [*make_prompts(subject), *make_prompts(subject, (FAR,))[:1]]
+
+
 def score(asker: Asker, prompt: Sequence[int]) -> list[float]:
     """The log probability of every token but the first. AskError where the engine scores no prompts. Every second
     prompt, by its length and first token, is asked as users ask, who let an answer end."""
@@ -175,7 +182,7 @@ def find_table(subject: Subject, references: Path) -> Table | None:
         return None
     own = replace(subject, peer=HalfbytePeer(), setup=replace(subject.setup, gates=REFERENCE, flags=(), environment={}))
     with own.process("scores of the reference") as engine:
-        table = score_table(own, engine.asker, make_prompts(own), TABLE_S)
+        table = score_table(own, engine.asker, table_prompts(own), TABLE_S)
     table.write(stored)
     return table
 
@@ -212,14 +219,21 @@ def own_bound_of(subject: Subject) -> float:
 
 
 def table_checks(
-    subject: Subject, asker: Asker, table: Table, detail: dict[str, Any], condition: str = ""
+    subject: Subject, asker: Asker, table: Table, detail: dict[str, Any], gaps: list[str], condition: str = ""
 ) -> list[Check]:
-    """The mean difference of every prompt but the shortest, which are judged together."""
+    """The mean difference of every prompt but the shortest, which are judged together. `gaps` gets a sentence for a
+    long prompt that the engine does not score."""
     bound = bound_of(subject)
     means: list[tuple[float, int]] = []
     for prompt, expected in zip(table.prompts, table.scores):
         subject.progress(f"correctness: scores of {len(prompt)} tokens")
-        values = score(asker, prompt)
+        try:
+            values = score(asker, prompt)
+        except AskError as e:
+            if len(prompt) <= OFFERED:
+                raise
+            gaps.append(f"This engine did not score a prompt of {len(prompt)} tokens, which was not judged ({e}).")
+            continue
         off = [abs(values[i] - e) for i, e in zip(kept_positions(len(prompt)), expected)]
         means.append((statistics.fmean(off) if all(map(math.isfinite, off)) else math.inf, len(prompt)))
     detail["score_differences"] = [{"tokens": n, "mean_nats": m if math.isfinite(m) else None} for m, n in means]
@@ -250,7 +264,7 @@ def exact_checks(subject: Subject, table: Table, detail: dict[str, Any]) -> list
     part = replace(table, prompts=tuple(p for p, _ in rows), scores=tuple(s for _, s in rows))
     own: dict[str, Any] = {}
     with exact.process("scores without rounding") as engine:
-        checks = table_checks(exact, engine.asker, part, own, " without rounding")
+        checks = table_checks(exact, engine.asker, part, own, [], " without rounding")
     detail["score_differences_without_rounding"] = own["score_differences"]
     return checks
 
