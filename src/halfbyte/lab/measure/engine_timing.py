@@ -51,6 +51,7 @@ HIDDEN = 0.2  # times the rest of an answer that its first token may take before
 LONGER = 4  # times as many tokens of that one
 MOMENT_S = 0.5  # a busy machine may hold back a server for so long; a longer answer that comes at once was held back
 AT_ONCE = 0.1  # of an answer's time is the most in which all its tokens come where it came whole
+SPREAD = 2.0  # times as long as its decode speed explains, at most, took a longer answer that did not come whole
 MUCH_LONGER = 16  # times as many tokens of an answer that tells
 HELD_BACK = "tokens were held back and sent in a burst."
 LONGEST_FIRST = 9.0  # times the rest of an answer that the first token behind a prompt of one token may take
@@ -294,7 +295,7 @@ def steady_if_longer(
         longer = _answered(client.complete(prompts, count), count)
     except EngineError:  # no room in the context
         return False
-    return contradiction(longer, [a.first for a in _answered(client.complete(prompts, 1), 1)]) <= BURST
+    return contradiction(longer, [a.first for a in _answered(client.complete(prompts, 1), 1)]) <= SPREAD
 
 
 def check_texts(work: TimedWork, runs: CellRuns) -> None:
