@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.checks.planted import sitecustomize, two_models
-from bench.measurement import Run, measurement, option
+from bench.measurement import Run, child_command, measurement, option
 from halfbyte.errors import UsageError
 from halfbyte.gates import parse
 from halfbyte.lab import receipts
@@ -176,11 +175,7 @@ class FaultyPeer:
         cheaper = [*full[:at], str(self.folder), "--name", load.EMBEDDED.name, *full[at:]]
         at = cheaper.index("--record")
         del cheaper[at : at + 2]
-        command = [sys.executable, str(Path(two_models.__file__)), "--port", str(setup.port), "--fault", self.fault]
-        for name, server in (("first", full), ("second", cheaper)):
-            path = self.folder.parent / f"{name}.json"
-            path.write_text(json.dumps(server), encoding="utf-8")
-            command += [f"--{name}", str(path)]
+        command = child_command(two_models.serve, setup.port, self.fault, full, cheaper)
         return Launch(tuple(command), record=launch.record)
 
 

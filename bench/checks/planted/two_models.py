@@ -1,14 +1,12 @@
 """A server in front of two: most requests go to the first, those of a fault to the second, which has a cheaper model.
 
-    python two_models.py --port 8000 --fault NAME --first COMMAND.json --second COMMAND.json
+    python -m bench child bench.checks.planted.two_models:serve '[8000, "FAULT", [COMMAND...], [COMMAND...]]'
 
-A command is a list of words in JSON; the word PORT in it is replaced. Only the standard library: it stands for an
-engine that takes short cuts where it believes that nobody looks.
+It stands for an engine that takes short cuts where it believes that nobody looks.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
@@ -18,9 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 CROWD = 4  # requests at once that are many
@@ -111,18 +108,12 @@ def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
     sys.exit("one of the two servers did not start.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--fault", choices=FAULTS)
-    parser.add_argument("--first", type=Path)
-    parser.add_argument("--second", type=Path)
-    options = parser.parse_args()
+def serve(port: int, fault: str, first: Sequence[str], second: Sequence[str]) -> None:
+    """Serve at `port` until SIGTERM, by two servers; the word PORT in their commands is replaced."""
     ports = (free_port(), free_port())
-    commands = [json.loads(path.read_text(encoding="utf-8")) for path in (options.first, options.second)]
     servers = [
-        subprocess.Popen([str(port) if word == "PORT" else word for word in command])
-        for command, port in zip(commands, ports)
+        subprocess.Popen([str(own) if word == "PORT" else word for word in command])
+        for command, own in zip((first, second), ports)
     ]
 
     def stop(*_: object) -> None:
@@ -133,14 +124,10 @@ def main() -> None:
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, stop)
-    for port, server in zip(ports, servers):
-        wait_for(port, server)
-    front = Front(options.port, options.fault, ports)
+    for own, server in zip(ports, servers):
+        wait_for(own, server)
+    front = Front(port, fault, ports)
     threading.Thread(target=front.serve_forever, daemon=True).start()
     while all(server.poll() is None for server in servers):
         time.sleep(0.5)
     stop()
-
-
-if __name__ == "__main__":
-    main()
