@@ -93,13 +93,13 @@ def step(
     return StepValues(layers, _norm(x, weights.final_norm, constants) @ head.T)
 
 
-def matrix(data: Tensor, n: int, k: int, format: str) -> Tensor:
-    """A tile16 matrix as float32."""
+def matrix(data: Tensor, n: int, k: int, format: str, layout: str = "tile16") -> Tensor:
+    """A matrix in tile16, or of MXFP4 in another layout, as float32."""
     if format == "bf16":
         return tile16.unpack_dense(data, n, k).float()
     none = torch.empty(0, dtype=torch.uint8, device=data.device)
     assert format in ("mxfp4", "q8")
-    return formats.dequantize(MXTensor(data, none, (n, k), format, "tile16"), torch.float32)  # type: ignore[arg-type]
+    return formats.dequantize(MXTensor(data, none, (n, k), format, layout), torch.float32)  # type: ignore[arg-type]
 
 
 def top_experts(logits: Tensor) -> Tensor:
@@ -184,12 +184,12 @@ def _experts(
     total = torch.zeros_like(normed)
     for expert in sorted(set(chosen.flatten().tolist())):
         row, slot = (chosen == expert).nonzero(as_tuple=True)
-        up = normed[row] @ matrix(layer.gate_up[expert], 2 * s.intermediate, s.hidden, "mxfp4").T
+        up = normed[row] @ matrix(layer.gate_up[expert], 2 * s.intermediate, s.hidden, "mxfp4", s.expert_layout).T
         up = up + layer.gate_up_bias[expert].float()
         gate = up[:, 0::2].clamp(max=constants.swiglu_limit)
         up = up[:, 1::2].clamp(-constants.swiglu_limit, constants.swiglu_limit)
         middle[row, slot] = (up + 1) * gate * torch.sigmoid(constants.swiglu_alpha * gate)
-        down = middle[row, slot] @ matrix(layer.down[expert], s.hidden, s.intermediate, "mxfp4").T
+        down = middle[row, slot] @ matrix(layer.down[expert], s.hidden, s.intermediate, "mxfp4", s.expert_layout).T
         total.index_add_(0, row, (down + layer.down_bias[expert].float()) * share[row, slot, None])
     return middle, total
 

@@ -6,8 +6,9 @@
 What is asked (docs/log/2026-11-19.md has the predictions): how long blocks nap between two looks into a mailbox, and
 whether one warp looks for all; a shift by a product; four chains of products in o; parts of three pages; router sums
 joined in a block; what an acquire a phase costs; whether what several blocks copy should stay in L2; two and four rows
-with the ring and warps of one row. Then where a step's time goes at the end of `steps` of them, with watts and MHz; and
-qkv and o of 32 and 64 rows by the products of a warpgroup beside those of a batch.
+with the ring and warps of one row; experts by products of a warpgroup (decode/digits.cuh). Then where a step's time
+goes at the end of `steps` of them, with watts and MHz; and qkv and o of 32 and 64 rows by the products of a warpgroup
+beside those of a batch.
 
 Every build is compared with its oracle first, and one that is wrong is not timed. All of them read the same weights:
 120b's shapes, every layer. Trials take turns in changing order, and each has the ratio to today's build in the same
@@ -88,6 +89,13 @@ TRIALS = (
     StepTrial("2 rows, ring of one row, probing", ONE_ROWS_RING | {"probe": 1}, rows=2),
     StepTrial(f"4 rows, {TODAY}", rows=4),
     StepTrial("4 rows, ring of one row", ONE_ROWS_RING, rows=4),
+    StepTrial("experts by digits", {"digits": True}, sustained=True),
+    StepTrial("experts by digits, larger slots", {"digits": True, "slot": 26_112}),
+    StepTrial("experts by digits, ring held back", {"digits": True, "ahead": 9}),
+    StepTrial("2 rows, experts by digits", {"digits": True}, rows=2),
+    StepTrial("4 rows, experts by digits", {"digits": True}, rows=4),
+    StepTrial(f"8 rows, {TODAY}", rows=8),
+    StepTrial("8 rows, experts by digits", {"digits": True}, rows=8),
 )  # fmt: skip
 
 

@@ -14,11 +14,12 @@
 // in turn, zeros elsewhere, so that a lane's two columns are one group's digits: its sum is scaled and added in float.
 //
 // A word holds eight codes of one row: bytes k = 4 t .. 4 t + 3 of the group in the first register, 16 + 4 t .. in the second.
-// [chunk][group][lane][row g, row g + 8] words, then scales as in tile16: a chunk has 544 bytes.
+// A's layout is tile16_e5m2 (formats/tile16.py), and B's the same with other words. The widening of A and the products are
+// those of the decode step (device/digits.cuh).
 #if HB_BODY < 2
 #include "decode/gemv.cuh"
 #else
-#include "device/warpgroup.cuh"
+#include "device/digits.cuh"
 #endif
 
 struct Probe {
@@ -81,32 +82,21 @@ struct Shared {
 
 #ifdef HB_EMULATE
 HB_DEV u32 select_bytes(u32 a, u32 b, u32 s) { return permute(a, b, s & 0x7777u); }
-HB_DEV void written_for_products() {}
-template <bool FIRST> HB_DEV void product(float (&d)[4], const u32* a, u64 b) {
-  if (FIRST) wgmma_clear(d);
-  wgmma8<8>(d, a[0], a[1], a[2], a[3], b);
-}
 #else
 HB_DEV u32 select_bytes(u32 a, u32 b, u32 s) { u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(s)); return r; }
-HB_DEV void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-template <bool FIRST> HB_DEV void product(float (&d)[4], const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n8k32.f32.e5m2.e4m3 {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, %9, 1, 1;"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(FIRST ? 0 : 1));
-}
 #endif
 
 // Eight codes of a word as E5M2, four to a register. A: value * 2^-14; B: value.
 HB_DEV void widen_word(u32 w, u32& first, u32& second) {
   if (HB_BODY == 2) {
-    first = w & 0x8e8e8e8eu;
-    second = ((w >> 3) & 0x0e0e0e0eu) + (w & 0x01010101u) * 128u;
+    widen_e5m2_word(w, first, second);
   } else {
     const u32 m = w & 0x77777777u;
     first = select_bytes(0x3e3c3800u, 0x46444240u, m) | (w & 0x80808080u);
     second = select_bytes(0x3e3c3800u, 0x46444240u, m >> 16) | ((w << 4) & 0x80808080u);
   }
 }
-constexpr float OUT = HB_BODY == 2 ? 16384.f : 1.f;
+constexpr float OUT = HB_BODY == 2 ? (float)(1 << E5M2_OCTAVES) : 1.f;
 
 // A lane's words of two chunks (of one in the last atom), and what its sums of them are multiplied by, in rows g and g + 8.
 struct Part {
@@ -178,16 +168,16 @@ HB_DEV void run(const Probe& p) {
       if (q < ATOMS) {
         part[now].widen(a[now]);
         wgmma_fence();
-        product<true>(d[now], a[now], b_tile(digits, q * 1024));
+        digit_product<true, 8>(d[now], a[now], b_tile(digits, q * 1024));
         HB_UNROLL
-        for (int i = 1; i < (q < ATOMS - 1 ? 4 : 2); i++) product<false>(d[now], a[now] + 4 * i, b_tile(digits, q * 1024 + i * 32));
+        for (int i = 1; i < (q < ATOMS - 1 ? 4 : 2); i++) digit_product<false, 8>(d[now], a[now] + 4 * i, b_tile(digits, q * 1024 + i * 32));
         wgmma_commit();
       }
       if (q == 0) continue;
       if (q < ATOMS) wgmma_wait<1>(); else wgmma_wait<0>();
       wgmma_settle(d[before]);
-      acc[0] += (d[before][0] + d[before][1] * 0.0625f) * up;
-      acc[1] += (d[before][2] + d[before][3] * 0.0625f) * low;
+      acc[0] += (d[before][0] + d[before][1] * DIGIT) * up;
+      acc[1] += (d[before][2] + d[before][3] * DIGIT) * low;
     }
     float own = t & 1 ? acc[1] : acc[0];
     own += shfl_xor(t & 1 ? acc[0] : acc[1], 1);

@@ -115,18 +115,15 @@ def digits_of(x: Tensor) -> tuple[Tensor, Tensor]:
     return swizzled.reshape(THIRDS, ATOMS, 1024).contiguous(), scales
 
 
-def digit_words(codes: Tensor, body: int) -> Tensor:
-    """E2M1 codes [..., 8] of one row, k = 4 t .. 4 t + 3 and 16 + 4 t .., as the words of layout A (2) or B (3)."""
+def table_words(codes: Tensor) -> Tensor:
+    """E2M1 codes [..., 8] of one row, k = 4 t .. 4 t + 3 and 16 + 4 t .., as the words of layout B."""
     code = codes.to(torch.int64)
     word = torch.zeros(code.shape[:-1], dtype=torch.int64, device=codes.device)
     for byte in range(4):
         first, second = code[..., byte], code[..., 4 + byte]
-        if body == 2:  # 7, 3 to 1 of a byte; and 0, 6 to 4
-            mine = (first & 8) << 4 | (first & 7) << 1 | (second & 8) >> 3 | (second & 7) << 4
-            word |= mine << 8 * byte
-        else:  # magnitudes of the first four in the lower half, of the others in the upper; signs where bytes have room
-            word |= (first & 7) << 4 * byte | (second & 7) << 16 + 4 * byte
-            word |= (first & 8) << 8 * byte + 4 | (second & 8) << 8 * byte
+        # magnitudes of the first four in the lower half, of the others in the upper; signs where bytes have room
+        word |= (first & 7) << 4 * byte | (second & 7) << 16 + 4 * byte
+        word |= (first & 8) << 8 * byte + 4 | (second & 8) << 8 * byte
     return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
 
 
@@ -138,13 +135,16 @@ def digit_slots(body: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
         torch.tensor(e2m1.VALUES, dtype=torch.float64, device=device)[codes]
         * torch.exp2(scales.double() - 127)[..., None]
     )
-    # slot, r, g, chunk, group, half of 16, t, four -> slot, chunk, g, t, group, r, half, four
-    lanes = codes.view(DIGIT_SLOTS, 2, 8, PART, 2, 2, 4, 4).permute(0, 3, 2, 6, 4, 1, 5, 7)
-    packed = digit_words(lanes.reshape(*lanes.shape[:6], 8), body).reshape(DIGIT_SLOTS, PART, 128)
-    small = (
-        scales.view(DIGIT_SLOTS, 2, 8, PART, 2).permute(0, 3, 2, 4, 1).reshape(DIGIT_SLOTS, PART, 32).to(torch.uint8)
-    )
-    chunks = torch.cat((packed.contiguous().view(torch.uint8), small), -1).reshape(DIGIT_SLOTS, PART * CHUNK)
+    rows, k = DIGIT_SLOTS * 16, PART * 64
+    pairs = codes.view(rows, k // 2, 2).to(torch.uint8)
+    small = scales.view(rows, k // 32).to(torch.uint8)
+    chunks = tile16.pack_e5m2(MXTensor(pairs[..., 0] | pairs[..., 1] << 4, small, (rows, k), "mxfp4")).data
+    if body == 3:
+        # slot, r, g, chunk, group, half of 16, t, four -> slot, chunk, g, t, group, r, half, four
+        lanes = codes.view(DIGIT_SLOTS, 2, 8, PART, 2, 2, 4, 4).permute(0, 3, 2, 6, 4, 1, 5, 7)
+        packed = table_words(lanes.reshape(*lanes.shape[:6], 8)).reshape(DIGIT_SLOTS, PART, 128)
+        chunks[..., :512] = packed.view(torch.uint8)
+    chunks = chunks.reshape(DIGIT_SLOTS, PART * CHUNK)
     slots = torch.zeros((DIGIT_SLOTS, DIGIT_SLOT_BYTES), dtype=torch.uint8, device=device)
     slots[:, : PART * CHUNK] = chunks
     return slots, values.reshape(DIGIT_SLOTS, 16, PART * 64)

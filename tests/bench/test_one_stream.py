@@ -18,12 +18,15 @@ from tests.kernels.cuda.emulator import Emulator
 
 SMALL = StepShape(192, 128, 2, 32, 16, 2, 512)
 CONTEXT = 600  # pages for four parts of three
-NEW_CODE = [t for t in TRIALS if t.defines or {"acquire", "keep_shared"} & set(t.changes)]
+NEW_CODE = [t for t in TRIALS if t.defines or {"acquire", "keep_shared", "digits"} & set(t.changes)]
 
 
 @pytest.mark.parametrize(
     "trial",
-    [pytest.param(t, id=t.name, marks=[] if t.name == "these four" else pytest.mark.slow) for t in NEW_CODE],
+    [
+        pytest.param(t, id=t.name, marks=[] if t.name in ("these four", "experts by digits") else pytest.mark.slow)
+        for t in NEW_CODE
+    ],
 )
 def test_a_trial_is_a_right_step(trial: StepTrial) -> None:
     torch.manual_seed(5)

@@ -9,6 +9,7 @@ gigabyte of experts is repacked with a few megabytes in addition to source and r
 | `plain`      | all        | [..., N, K/2] or [..., N, K]: the checkpoint's      | [..., N, K/G]  |
 | `gguf`       | mxfp4, q8  | [..., N, blocks * 17 or 34]: GGUF's blocks          | empty          |
 | `tile16`     | mxfp4, q8  | [..., ceil(N/16), ceil(K/64), chunk]: `tile16.py`   | empty          |
+| `tile16_e5m2` | mxfp4     | as `tile16`, codes in another order                 | empty          |
 | `rows16`     | mxfp4, q8  | [..., ceil(N/16), tile]: `rows16.py`                | empty          |
 | `w4a8_split` | mxfp4      | [..., N, K/2], nibbles of a 128-wide tile split     | [..., N, K/32] |
 
@@ -238,6 +239,7 @@ LAYOUTS: dict[str, Layout] = {
         Layout("plain", ("mxfp4", "mxfp8", "q8"), _same, _same),
         Layout("gguf", ("mxfp4", "q8"), _gguf_pack, _gguf_unpack),
         Layout("tile16", ("mxfp4", "q8"), tile16.pack, tile16.unpack),
+        Layout("tile16_e5m2", ("mxfp4",), tile16.pack_e5m2, tile16.unpack_e5m2),
         Layout("rows16", ("mxfp4", "q8"), rows16.pack, rows16.unpack),
         Layout("w4a8_split", ("mxfp4",), _split_pack, _split_unpack),
     )

@@ -17,11 +17,17 @@ The word of MXFP4 holds four registers of two codes. A register has sign and mag
 and its lowest exponent bits (mask 0x81c081c0, value x 2^-126). With w the word, registers (p, r) = (0,0), (0,1), (1,0),
 (1,1) are w, w rotated right by 6, by 3, and (w & 0x001b001b) * 0x1084, each under that mask: eight instructions for
 eight weights, none wasted on signs.
+
+tile16_e5m2 is the same with another order inside the 512 bytes of a chunk's codes, for products of a warpgroup with
+E5M2 (device/digits.cuh): MXFP4 only, scales where they were. Words are [lane][group][r]; byte j of a word holds the
+codes of columns 4 t + j (bits 7, 3 to 1: where E5M2 has sign, lowest exponent bits and highest mantissa bit) and
+16 + 4 t + j of the group (bits 0, 6 to 4: the same, turned by three).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -42,6 +48,15 @@ def tile_shape(n: int, k: int, format: str) -> tuple[int, int, int]:
 
 def pack(t: MXTensor) -> MXTensor:
     """A plain mxfp4 or q8 tensor in this layout."""
+    return _pack(t, "tile16", _mxfp4_chunks if t.format == "mxfp4" else _q8_chunks)
+
+
+def pack_e5m2(t: MXTensor) -> MXTensor:
+    """A plain mxfp4 tensor in the layout tile16_e5m2."""
+    return _pack(t, "tile16_e5m2", _e5m2_chunks)
+
+
+def _pack(t: MXTensor, layout: str, make: Callable[[Tensor, Tensor, int, int], Tensor]) -> MXTensor:
     *lead, n, k = _matrix(t)
     tiles, chunks, size = tile_shape(n, k, t.format)
     stack = math.prod(lead)
@@ -53,13 +68,21 @@ def pack(t: MXTensor) -> MXTensor:
             count = rows.stop - rows.start
             codes = pad_matrix(data[e, rows], count, chunks * WIDTH * GEOMETRY[t.format].element_bits // 8)
             scale = pad_matrix(scales[e, rows], count, chunks * 2)
-            make = _mxfp4_chunks if t.format == "mxfp4" else _q8_chunks
             out[e, part] = make(codes, scale, part.stop - part.start, chunks)
-    return replace(t, data=out.view(*lead, tiles, chunks, size), scales=no_scales(out), layout="tile16")
+    return replace(t, data=out.view(*lead, tiles, chunks, size), scales=no_scales(out), layout=layout)
 
 
 def unpack(t: MXTensor) -> MXTensor:
     """The plain tensor again, equal to the last byte."""
+    return _unpack(t, _mxfp4_rows if t.format == "mxfp4" else _q8_rows)
+
+
+def unpack_e5m2(t: MXTensor) -> MXTensor:
+    """The inverse of `pack_e5m2`."""
+    return _unpack(t, _e5m2_rows)
+
+
+def _unpack(t: MXTensor, take: Callable[[Tensor, int, int], tuple[Tensor, Tensor]]) -> MXTensor:
     *lead, n, k = _matrix(t)
     tiles, chunks, size = tile_shape(n, k, t.format)
     check_data(t, (*lead, tiles, chunks, size))
@@ -68,7 +91,6 @@ def unpack(t: MXTensor) -> MXTensor:
     flat = t.data.reshape(math.prod(lead), tiles, chunks, size)
     data = torch.empty((flat.shape[0], n, groups * geometry.group_bytes), dtype=geometry.data_dtype, device=t.device)
     scales = torch.empty((flat.shape[0], n, groups), dtype=geometry.scale_dtype, device=t.device)
-    take = _mxfp4_rows if t.format == "mxfp4" else _q8_rows
     for e in range(flat.shape[0]):
         for part in slices(tiles, ROWS * chunks * WIDTH, t.device):
             codes, scale = take(flat[e, part].contiguous(), part.stop - part.start, chunks)
@@ -121,8 +143,16 @@ def _mxfp4_chunks(codes: Tensor, scales: Tensor, tiles: int, chunks: int) -> Ten
     last = pair[..., 1, 1]
     word |= ((last & 0x00010001) << 4) | ((last & 0x00060006) >> 1) | (last & 0x00080008)
     words = _as_int32(word).view(torch.uint8).view(tiles, chunks, 512)
-    scale = scales.view(tiles, 2, 8, chunks, 2).permute(0, 3, 2, 4, 1).reshape(tiles, chunks, 32)
-    return torch.cat((words, scale), -1)
+    return torch.cat((words, _scale_bytes(scales, tiles, chunks)), -1)
+
+
+def _scale_bytes(scales: Tensor, tiles: int, chunks: int) -> Tensor:
+    return scales.view(tiles, 2, 8, chunks, 2).permute(0, 3, 2, 4, 1).reshape(tiles, chunks, 32)
+
+
+def _scale_rows(data: Tensor, tiles: int, chunks: int) -> Tensor:
+    scale = data[..., 512:].reshape(tiles, chunks, 8, 2, 2).permute(0, 4, 2, 1, 3)
+    return scale.reshape(tiles * ROWS, chunks * 2)
 
 
 def _mxfp4_rows(data: Tensor, tiles: int, chunks: int) -> tuple[Tensor, Tensor]:
@@ -135,8 +165,25 @@ def _mxfp4_rows(data: Tensor, tiles: int, chunks: int) -> tuple[Tensor, Tensor]:
     pair = torch.stack(pairs, -1).view(tiles, chunks, 8, 4, 2, 2, 2, 2)  # tile chunk g t i/2 i%2 p r
     byte = ((pair & 15) | ((pair >> 12) & 0xF0)).to(torch.uint8)
     codes = byte.permute(0, 7, 2, 1, 4, 3, 5, 6).reshape(tiles * ROWS, chunks * 32)
-    scale = data[..., 512:].reshape(tiles, chunks, 8, 2, 2).permute(0, 4, 2, 1, 3)
-    return codes, scale.reshape(tiles * ROWS, chunks * 2)
+    return codes, _scale_rows(data, tiles, chunks)
+
+
+def _e5m2_chunks(codes: Tensor, scales: Tensor, tiles: int, chunks: int) -> Tensor:
+    """codes uint8 [tiles * 16, chunks * 32], scales uint8 [tiles * 16, chunks * 2] -> [tiles, chunks, 544]."""
+    code = torch.stack((codes & 15, codes >> 4), -1)
+    #                tile, r, g, chunk, group, half, t, byte -> tile, chunk, g, t, group, r, half, byte
+    code = code.view(tiles, 2, 8, chunks, 2, 2, 4, 4).permute(0, 3, 2, 6, 4, 1, 5, 7)
+    first, second = code[..., 0, :], code[..., 1, :]
+    mine = (first & 8) << 4 | (first & 7) << 1 | (second & 8) >> 3 | (second & 7) << 4
+    return torch.cat((mine.reshape(tiles, chunks, 512), _scale_bytes(scales, tiles, chunks)), -1)
+
+
+def _e5m2_rows(data: Tensor, tiles: int, chunks: int) -> tuple[Tensor, Tensor]:
+    byte = data[..., :512].reshape(tiles, chunks, 8, 4, 2, 2, 4)  # tile chunk g t group r byte
+    first = byte >> 4 & 8 | byte >> 1 & 7
+    second = byte << 3 & 8 | byte >> 4 & 7
+    code = torch.stack((first, second), -2).permute(0, 5, 2, 1, 4, 6, 3, 7).reshape(tiles * ROWS, chunks * 32, 2)
+    return code[..., 0] | code[..., 1] << 4, _scale_rows(data, tiles, chunks)
 
 
 def scales_of(data: Tensor) -> Tensor:

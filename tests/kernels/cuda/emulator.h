@@ -200,7 +200,7 @@ inline void run(int grid, int threads, size_t shared_bytes, u32 seed, std::funct
   u8* stacks = (u8*)mmap(nullptr, (size_t)STACK * m.fibers.size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (stacks == MAP_FAILED) { fprintf(stderr, "emulator: no memory for stacks\n"); abort(); }
   for (int b = 0; b < grid; b++) {
-    m.blocks[b].shared.assign(shared_bytes + 128, 0xA5);  // poisoned: nothing may rely on zeros
+    m.blocks[b].shared.assign(shared_bytes + 1024, 0xA5);  // poisoned: nothing may rely on zeros
     m.blocks[b].warps.resize(threads / LANES);
     for (int t = 0; t < threads; t++) {
       Fiber& f = m.fibers[(size_t)b * threads + t];
@@ -335,7 +335,7 @@ struct Reduce {
 HB_DEV int hb_thread() { return emu::machine()->now->thread; }
 HB_DEV int hb_block() { return emu::machine()->now->block_id; }
 HB_DEV int hb_grid() { return emu::machine()->grid; }
-HB_DEV u8* hb_shared() { return (u8*)(((uintptr_t)emu::machine()->now->block->shared.data() + 127) & ~(uintptr_t)127); }
+HB_DEV u8* hb_shared() { return (u8*)(((uintptr_t)emu::machine()->now->block->shared.data() + 1023) & ~(uintptr_t)1023); }
 
 HB_DEV u32 shared_base() { return 0; }  // addresses are offsets
 HB_DEV u8* shared_at(u32 p) { return hb_shared() + p; }

@@ -8,6 +8,7 @@ from torch import Tensor
 from bench.checks import decode_oracle as oracle
 from halfbyte import formats
 from halfbyte.formats import tile16
+from halfbyte.formats.layouts import convert
 from halfbyte.kernels.cuda.decode.shape import KV_DTYPES, StepShape
 from halfbyte.kernels.cuda.decode.step import DecodeStep, StepLayer, StepWeights, tile_router
 from halfbyte.kernels.cuda.device.host import KernelMachine
@@ -18,12 +19,12 @@ from halfbyte.ops.rope import rope_table, yarn_frequencies
 TIGHT, LOOSE = 5e-4, 3e-3
 
 
-def make_matrix(g: torch.Generator, *size: int, format: str) -> Tensor:
-    """Random weights of a scale that keeps activations near one, as tile16 bytes."""
+def make_matrix(g: torch.Generator, *size: int, format: str, layout: str = "tile16") -> Tensor:
+    """Random weights of a scale that keeps activations near one, as bytes of tile16, or of another layout of MXFP4."""
     w = torch.randn(size, generator=g) / size[-1] ** 0.5
     if format == "bf16":
         return tile16.pack_dense(w.bfloat16())
-    return tile16.pack(formats.quantize(w, format)).data  # type: ignore[arg-type]
+    return convert(formats.quantize(w, format), layout).data  # type: ignore[arg-type]
 
 
 def make_weights(s: StepShape, seed: int = 0) -> StepWeights:
@@ -36,8 +37,8 @@ def make_weights(s: StepShape, seed: int = 0) -> StepWeights:
         StepLayer(
             qkv=make_matrix(g, s.qkv_dim, s.hidden, format=s.format_of("qkv", index)),
             o=make_matrix(g, s.hidden, s.q_dim, format=s.format_of("o", index)),
-            gate_up=make_matrix(g, s.experts, 2 * s.intermediate, s.hidden, format="mxfp4"),
-            down=make_matrix(g, s.experts, s.hidden, s.intermediate, format="mxfp4"),
+            gate_up=make_matrix(g, s.experts, 2 * s.intermediate, s.hidden, format="mxfp4", layout=s.expert_layout),
+            down=make_matrix(g, s.experts, s.hidden, s.intermediate, format="mxfp4", layout=s.expert_layout),
             qkv_bias=vector(s.qkv_dim), o_bias=vector(s.hidden), gate_up_bias=vector(s.experts, 2 * s.intermediate),
             down_bias=vector(s.experts, s.hidden), attn_norm=vector(s.hidden, shift=1.0),
             mlp_norm=vector(s.hidden, shift=1.0), router=tile_router(vector(s.experts, s.hidden, scale=s.hidden**-0.5)),

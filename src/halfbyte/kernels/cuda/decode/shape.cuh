@@ -32,6 +32,9 @@ static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "rows");
 #ifndef HB_ONE_POLLER  // one warp looks at some words of a vector until they are there, the others wait at the block's barrier
 #define HB_ONE_POLLER 0
 #endif
+#ifndef HB_TILE_BODY  // 1: experts by products of a warpgroup with x in two E4M3 digits (digits.cuh); weights in tile16_e5m2
+#define HB_TILE_BODY 0
+#endif
 
 // ---- weight formats ----------------------------------------------------------------------------------------------
 constexpr int SLOT_BYTES = HB_SLOT_BYTES;           // of the ring (step.py)
@@ -88,6 +91,31 @@ template <int FORMAT, int K> struct Tile {
   static constexpr int FLUSH = OWN && slots() > 1 && SLOTS / slots() < MOST ? SLOTS / slots() : MOST;  // tiles
 };
 
+#if HB_TILE_BODY
+// Four tiles of experts are multiplied together, by all warps. A product of a warpgroup has 64 rows: warp i of a third has tile i.
+// Warpgroups share K, a third each: an atom is two chunks for each (in the last atom maybe one), and a slot holds an atom or several of all
+// four tiles. So every warp reads from every slot, in turn, and frees it: see Tile.
+constexpr int THIRDS = 3, QUAD = 4, DIGIT_COLUMNS = 8 * SETS;
+static_assert(WORKERS == THIRDS * QUAD, "a warp for each of four tiles in three warpgroups");
+template <int K> struct Quad {
+  static constexpr int CHUNKS = K / 64, CHUNK = CHUNK_BYTES[MXFP4], BYTES = CHUNKS * CHUNK;  // of a tile
+  static constexpr int WIDE = 2 * THIRDS, ATOMS = (CHUNKS + WIDE - 1) / WIDE;                 // chunks of a tile in an atom
+  static constexpr int REST = CHUNKS - (ATOMS - 1) * WIDE, REST_EACH = (REST + THIRDS - 1) / THIRDS;  // in the last one; of a third
+  static constexpr int IN_SLOT = SLOT_BYTES / (QUAD * WIDE * CHUNK), SLOTS_EACH = (ATOMS + IN_SLOT - 1) / IN_SLOT;
+  static constexpr int STRIDE = IN_SLOT * WIDE * CHUNK;  // from tile to tile in a slot
+  static_assert(IN_SLOT >= 1, "a slot for an atom of four tiles");
+  static HB_CONST_FN int each(int atom) { return atom < ATOMS - 1 ? 2 : REST_EACH; }        // chunks of a third
+  static HB_CONST_FN int bytes_in(int slot) { return (slot < SLOTS_EACH - 1 ? IN_SLOT * WIDE : CHUNKS - slot * IN_SLOT * WIDE) * CHUNK; }
+};
+constexpr int MOST_ATOMS = larger(Quad<HIDDEN>::ATOMS, Quad<INTER>::ATOMS);
+constexpr int SUM_TILES = ROWS <= 2 ? 12 : 4;  // whose sums are kept before they are added up
+struct DigitBuffers {  // 1024 bytes: eight columns of 128 k, permuted as the tensor core wants them
+  alignas(1024) u8 digits[MOST_ATOMS][THIRDS][SETS][1024];
+  float scales[MOST_ATOMS][THIRDS][4][ROWS];
+  float sums[2][SUM_TILES][THIRDS][ROWS * 16];
+};
+#endif
+
 // o is shared out by kv heads: a piece is what one tile has of a head's eight query heads, and one warp's alone. Warps know
 // their own slots only, so they meet after MOST tiles.
 template <int FORMAT> struct Piece {
@@ -102,7 +130,7 @@ template <int FORMAT> struct Piece {
 
 // ---- arguments (mirrored in step.py, which a test compares) -----------------------------------------------------------------------------
 struct Layer {
-  const u8 *qkv, *o, *gate_up, *down;                     // tile16
+  const u8 *qkv, *o, *gate_up, *down;                     // tile16; experts as HB_TILE_BODY has them
   const u16 *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // bf16
   const u16 *attn_norm, *mlp_norm;                        // bf16
   const u16 *router;                                      // bf16 [HIDDEN / 16][EXPERTS][16]
@@ -188,6 +216,9 @@ struct Shared {  // a constant address, so that every phase can be a function of
     float red[2][RED_TILES * WORKERS * 16];  // sums of the warps: [tile][warp of the team][row][16]
     Merge merge;
     JoinedLogits joined;
+#if HB_TILE_BODY
+    DigitBuffers by_digits;
+#endif
   };
   alignas(16) u16 q[2][GROUP][HEAD_DIM + 8];    // high and low halves; rows padded so that eight lanes meet no bank twice
   u16 fresh[2][16][HEAD_DIM];  // keys and values of this step's own tokens

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cuda.device.host import FLOAT, FORMATS, INT, LONG, POINTER, fields, options
-from halfbyte.kernels.cuda.phase import BULK_COPY, MMA_SYNC, WGMMA
+from halfbyte.kernels.cuda.phase import BULK_COPY, MMA_SYNC, WGMMA, WGMMA_FP8
 from halfbyte.kernels.launch import Build, Program
 
 FOLDER = Path(__file__).parent
@@ -52,6 +52,9 @@ ONE_ROW = {
     "bf16": Tuning(12, 30_720, ahead=5),
 }
 SEVERAL_ROWS = Tuning(15, 8_704)
+# Experts by digits (not timed yet): a slot for an atom of four tiles, which is 24 chunks.
+BY_DIGITS = Tuning(12, 13_056)
+THIRDS, QUAD, ATOM_CHUNKS = 3, 4, 6  # warpgroups, tiles, chunks of a tile (shape.cuh, struct Quad)
 # sm_12x: ten warps with the feeding one, because with thirteen or more 128 registers are left to a thread and some are
 # spilled; four rows need eight for the sake of six slots, eight rows do not fit.
 SMALL_BLOCK, SMALL_BLOCK_OF_ROWS = Tuning(9, 8_704), Tuning(8, 8_704)
@@ -142,6 +145,7 @@ class StepShape:
     octaves: int = 0  # of the unit that the residual is counted in (`octaves_of`)
     acquire: bool = False  # one thread of a block acquires in every phase (mailbox.cuh)
     keep_shared: bool = False  # what several blocks copy stays in L2
+    digits: bool = False  # experts by products of a warpgroup, x in two E4M3 digits, weights in tile16_e5m2 (SM90)
     taps: bool = False  # leaves the residual at the boundaries of layers that a launch names
     lent: bool = False  # all layers over another engine's pages, and no head: see `step.DecodeStep`
     trace: bool = False
@@ -177,6 +181,10 @@ class StepShape:
             (not mixed or self.layers <= 64, f"dispatches on the formats of 64 layers, not of {self.layers}"),
             (self.layers < 64, f"names the boundaries of fewer than 64 layers, not of {self.layers}"),
             (self.kv in KV_DTYPES, f"keeps keys and values in {' or '.join(KV_DTYPES)}, not in {self.kv}"),
+            (
+                not self.digits or (self.shared >= LARGE_BLOCK and not self.units and self.warps == THIRDS * QUAD),
+                f"multiplies digits of x with {THIRDS * QUAD} warps of SM90 only",
+            ),
             (self.slots >= 6, f"needs a ring of 6 slots beside its tables, {self.shared} bytes leave {self.slots}"),
         )
         return next((reason for ok, reason in checks if not ok), None)
@@ -186,7 +194,13 @@ class StepShape:
         return LentLayerArgs if self.lent else LayerArgs
 
     @property
+    def expert_layout(self) -> str:
+        return "tile16_e5m2" if self.digits else "tile16"
+
+    @property
     def _tuning(self) -> Tuning:
+        if self.digits:
+            return BY_DIGITS
         if self.units:
             return UNITS if self.rows == 1 else UNITS_OF_ROWS
         if self.shared < LARGE_BLOCK:
@@ -219,7 +233,17 @@ class StepShape:
         routing = 2 * (4 + 4 * 4 * self.rows * 3 + 4 * self.rows)
         tables = 2 * 8 * 72 * 2 + 2 * 16 * 64 * 2 + self.rows * (2 * 608 * 2 + self.warps * 2 * 16 * 2 + 16 * 4)
         rest = ctypes.sizeof(StepArgs) + ctypes.sizeof(self.layer_args) * self.layers + 24 * self.rows + 512
-        return max(red, merge) + tables + routing + rest
+        aligned = 2048 if self.digits else 0
+        return max(red, merge, self._digit_bytes) + aligned + tables + routing + rest
+
+    @property
+    def _digit_bytes(self) -> int:
+        """struct DigitBuffers."""
+        if not self.digits:
+            return 0
+        atoms, sets = -(-max(self.hidden, self.intermediate) // 64 // ATOM_CHUNKS), max(1, self.rows // 4)
+        sums = 2 * (12 if self.rows <= 2 else 4) * THIRDS * self.rows * 16 * 4
+        return atoms * THIRDS * (sets * 1024 + 4 * self.rows * 4) + sums
 
     def options(self) -> tuple[str, ...]:
         tuning = self._tuning
@@ -250,6 +274,8 @@ class StepShape:
             "FORMAT_O": FORMATS[self.o],
             "FORMAT_HEAD": FORMATS[self.lm_head],
         }
+        if self.digits:
+            values["TILE_BODY"] = 1
         for name, other in (("QKV", self.other_qkv), ("O", self.other_o)):
             if other is not None:
                 layers = sum(1 << layer for layer in other.layers)
@@ -292,8 +318,8 @@ def build_of(shape: StepShape) -> Build:
         shape.shared_bytes,
         early=False,
         cooperative=True,
-        need=(MMA_SYNC, BULK_COPY),
-        ban=WGMMA,
+        need=(MMA_SYNC, BULK_COPY, *((WGMMA_FP8,) if shape.digits else ())),
+        ban="" if shape.digits else WGMMA,
         known_spills="decode_step|phase_attention" if large else "",  # not in the loops of qkv, experts and lm_head
         spill_limit=192,
         spills_on_sm80=136,  # the same functions; four rows beside bf16 spill a word in phase_up as well

@@ -12,6 +12,7 @@
 //
 // Results do not depend on timing: floats are added in a fixed order, and what is added in any order is integer.
 #include "decode/output.cuh"
+#include "decode/digits.cuh"
 
 constexpr int F_QKV = HB_FORMAT_QKV, F_O = HB_FORMAT_O;
 // Layers, as bits, whose qkv or o has a second format: both loops are compiled where there are any.
@@ -239,6 +240,33 @@ template <int FORMAT> HB_DEV void feed_o(Feeder& f, const Layer& l, int head) {
   }
 }
 
+#if HB_TILE_BODY
+// The same tiles in fours; fours of down end with their expert, whose x they are multiplied by.
+HB_DEV void feed_experts(Feeder& f, const Layer& l, Routing& r, int count, int block, int grid, int rows) {
+  const int tiles = share_of(count * UP_TILES, block, grid);
+  HB_ROLLED
+  for (int n = 0; n < tiles; n += QUAD) {
+    feed_quad<HIDDEN>(f, tiles - n < QUAD ? tiles - n : QUAD, [&](int j) {
+      const int i = block + (n + j) * grid;
+      return l.gate_up + ((size_t)r.list[i / UP_TILES] * UP_TILES + i % UP_TILES) * Quad<HIDDEN>::BYTES;
+    });
+    if (WEIGHED_LATE && n == 0) weigh(r, rows);
+  }
+  if (WEIGHED_LATE && !tiles) weigh(r, rows);
+  if (leads(f.lane)) stamp(f.sh.step, block, f.sh.layer_of[WORKERS], 27);
+  int first, last;
+  down_share(f.sh, count, block, grid, first, last);
+  while (first < last) {
+    const int index = first / DOWN_TILES, end = (index + 1) * DOWN_TILES < last ? (index + 1) * DOWN_TILES : last;
+    const u8* expert = l.down + (size_t)r.list[index] * DOWN_TILES * Quad<INTER>::BYTES;
+    HB_ROLLED
+    for (; first < end; first += QUAD)
+      feed_quad<INTER>(f, end - first < QUAD ? end - first : QUAD, [&](int j) { return expert + (size_t)(first % DOWN_TILES + j) * Quad<INTER>::BYTES; });
+    first = end;
+  }
+}
+#endif
+
 HB_PHASE void feed() {
   Shared& sh = *(Shared*)hb_shared();
   const Step& p = sh.step;
@@ -283,6 +311,9 @@ HB_PHASE void feed() {
       Routing& r = sh.routing[layer & 1];
       f.window = AHEAD;
       const int count = ROWS == 1 ? TOP_K : r.count;
+#if HB_TILE_BODY
+      feed_experts(f, l, r, count, block, grid, rows_of(p));
+#else
       HB_ROLLED
       for (int i = block; i < count * UP_TILES; i += grid) {
         f.tile<MXFP4, HIDDEN>(l.gate_up, (size_t)r.list[i / UP_TILES] * UP_TILES + i % UP_TILES);
@@ -295,6 +326,7 @@ HB_PHASE void feed() {
       HB_ROLLED
       for (int i = first; i < last; i++)
         f.tile<MXFP4, INTER>(l.down, (size_t)r.list[i / DOWN_TILES] * DOWN_TILES + i % DOWN_TILES);
+#endif
       if (leads(lane)) stamp(p, block, layer, 28);
       f.window = AHEAD_REST;
     }
@@ -388,11 +420,14 @@ HB_DEV int place_of(const Routing& r, int row, int index) {  // of an expert of 
   return k;
 }
 
-HB_PHASE State phase_up(State state, int layer) {
+EXPERT_PHASE State phase_up(State state, int layer) {
   Worker w(state, layer, 3);
   const Layer& l = w.sh.layers[layer];
   const Step& p = w.p;
-  Operand<MXFP4, HIDDEN> x;
+  ExpertOperand<MXFP4, HIDDEN> x;
+#if HB_TILE_BODY
+  clear_digits<HIDDEN>(w);
+#endif
   load_operand(w, x, residual<MXFP4, KV_HEADS>(w, mid_of(w.sh, layer), l.mlp_norm));  // while the feeding warp still chooses
   sync_warp();
   if (w.lane == 0) bar_arrive(&w.sh.squared, 1);
@@ -429,19 +464,22 @@ HB_PHASE State phase_up(State state, int layer) {
   return w.state();
 }
 
-HB_PHASE State phase_down(State state, int layer) {
+EXPERT_PHASE State phase_down(State state, int layer) {
   Worker w(state, layer, 4);
   const Layer& l = w.sh.layers[layer];
   const Step& p = w.p;
   const Routing& r = w.sh.routing[layer & 1];
   u64* next = x_after(w.sh, layer);
   if (w.warp == WORKERS - 1) pass_on(w.sh, p, layer, w.block * 32 + w.lane, w.grid * 32);  // while h is on its way
+#if HB_TILE_BODY
+  if (INTER != HIDDEN) clear_digits<INTER>(w);
+#endif
   int first, last;
   down_share(w.sh, r.count, w.block, w.grid, first, last);
   while (first < last) {  // one expert at a time
     const int index = first / DOWN_TILES, end = (index + 1) * DOWN_TILES < last ? (index + 1) * DOWN_TILES : last;
     const int expert = r.list[index], base = first - index * DOWN_TILES;
-    Operand<MXFP4, INTER> x;
+    ExpertOperand<MXFP4, INTER> x;
     gemv<MXFP4, INTER, 1>(w, x, end - first,
       [&](int tile, int, int m) { return Early{l.down_bias[(size_t)expert * HIDDEN + (base + tile) * 16 + m]}; },
       [&] {
@@ -558,6 +596,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
     bar_init(&sh.attended, 1);
     bar_init_done();
     sh.epoch = p.control[0];
+#if HB_TILE_BODY
+    if (shared_base() & 1023) give_up(p.failure, 0x902);  // where the tensor core looks for permuted rows
+#endif
   }
   if (thread < ROWS) {
     const bool on = thread < p.rows;
