@@ -4,6 +4,7 @@
 //   HB_BODY 0  today's: multiply_tile and its flush, as the decode step has them (gemv.cuh; HB_BY_PRODUCT as there)
 //           2  layout A: E2M1 as E5M2 by masks, wgmma m64n8k32 with two E4M3 digits of x
 //           3  layout B: the same by a table in registers (prmt), as grouped products would have it
+//           4  layout A as the decode step has it (decode/digits.cuh): an atom of four tiles to a slot
 //
 // The feeding warp copies nothing: it says of every slot that it is full as soon as it is free. A ring's content stays, so
 // tile n is made of the slots that n comes to.
@@ -16,8 +17,9 @@
 // A word holds eight codes of one row: bytes k = 4 t .. 4 t + 3 of the group in the first register, 16 + 4 t .. in the second.
 // A's layout is tile16_e5m2 (formats/tile16.py), and B's the same with other words. The widening of A and the products are
 // those of the decode step (device/digits.cuh).
-#if HB_BODY < 2
-#include "decode/gemv.cuh"
+#define HB_IN_STEP (HB_BODY < 2 || HB_BODY == 4)  // the decode step's own code
+#if HB_IN_STEP
+#include "decode/digits.cuh"
 #else
 #include "device/digits.cuh"
 #endif
@@ -34,11 +36,15 @@ struct Probe {
 };
 HB_MIRRORED(Probe, weights, digits, x_scales, x, out, cycles, failure, passes, kept)
 
-#if HB_BODY < 2
+#if HB_IN_STEP
+#if HB_TILE_BODY
+constexpr int TILES_EACH = QUAD, SLOTS_EACH = Quad<HIDDEN>::SLOTS_EACH;  // of a pass
+#else
+constexpr int TILES_EACH = 1, SLOTS_EACH = Tile<MXFP4, HIDDEN>::slots();
+#endif
 HB_DEV void run(const Probe& p) {
   Shared& sh = *(Shared*)hb_shared();
   const int thread = hb_thread(), warp = thread / 32, lane = thread % 32;
-  using T = Tile<MXFP4, HIDDEN>;
   if (thread == 0) {
     for (int i = 0; i < SLOTS; i++) { bar_init(&sh.full[i], 1); bar_init(&sh.empty[i], ARRIVALS); }
     bar_init_done();
@@ -51,23 +57,26 @@ HB_DEV void run(const Probe& p) {
   if (warp == WORKERS) {
     if (lane) return;
     Cursor c;
-    for (int i = 0; i < p.passes * T::slots(); i++, c.advance(1)) {
+    for (int i = 0; i < p.passes * SLOTS_EACH; i++, c.advance(1)) {
       if (i >= SLOTS) wait_bar(&sh.empty[c.slot], c.phase ^ 1, 0x100);
       bar_arrive(&sh.full[c.slot], 1);
     }
     return;
   }
   Worker w(0, 0, 0);
-  Operand<MXFP4, HIDDEN> x;
+  ExpertOperand<MXFP4, HIDDEN> x;
   u64 start = 0;
-  gemv<MXFP4, HIDDEN, 1>(w, x, p.passes,
+#if HB_TILE_BODY
+  clear_digits<HIDDEN>(w);
+#endif
+  gemv<MXFP4, HIDDEN, 1>(w, x, p.passes * TILES_EACH,
     [&](int, int, int) { return Early(); },
     [&] {
       load_operand(w, x, FromPaired{p.x, HIDDEN / 2, w.tag});
       w.sync();
       start = clock_now();
     },
-    [&](int tile, int, int m, const float (&sum)[1], Early) { if (tile < p.kept) p.out[tile * 16 + m] = sum[0]; });
+    [&](int tile, int, int m, const float (&sum)[1], Early) { if (tile < p.kept * TILES_EACH) p.out[tile * 16 + m] = sum[0]; });
   w.sync();
   if (thread == 0) p.cycles[hb_block()] = clock_now() - start;
 }
@@ -200,7 +209,7 @@ HB_DEV void run(const Probe& p) {
 #endif
 
 #ifdef HB_EMULATE
-constexpr int BYTES = sizeof(Shared) + (HB_BODY < 2 ? 0 : 1024);
+constexpr int BYTES = sizeof(Shared) + (HB_IN_STEP ? 0 : 1024);
 extern "C" void hb_run(const char*, const Probe* p, int grid, u32 seed) {
   emu::run(grid, THREADS, BYTES, seed, [p] { run(*p); });
 }

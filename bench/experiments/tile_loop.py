@@ -3,9 +3,10 @@
     python -m bench run tile-loop --out tile-loop.json
 
 No memory is waited for: weights stay in shared memory, and a feeding warp hands its slots round (tile_loop.cu). Today's
-body is the decode step's own code; the others multiply E2M1 as E5M2 by two E4M3 digits of x. Every body is compared
-with float64 before it is timed, and what its sums are off by stands beside its cycles. A tile is 16 x 2880 weights; at
-132 multiprocessors, 4.5 TB/s and 1.78 GHz the memory needs 1,290 cycles for one.
+body is the decode step's own code, and so is "A in the decode step", the loop of experts by digits; the others
+multiply E2M1 as E5M2 by two E4M3 digits of x. Every body is compared with float64 before it is timed, and what its sums
+are off by stands beside its cycles. A tile is 16 x 2880 weights; at 132 multiprocessors, 4.5 TB/s and 1.78 GHz the
+memory needs 1,290 cycles for one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from bench.kernels import timing
 from bench.measurement import Run, measurement, option
 from halfbyte import formats
 from halfbyte.formats import MXTensor, e2m1, tile16
-from halfbyte.kernels.cuda.decode.shape import StepShape
+from halfbyte.kernels.cuda.decode.shape import ATOM_CHUNKS, StepShape
 from halfbyte.kernels.cuda.device.host import INT, POINTER, KernelMachine, fields, gpu, options
 from halfbyte.kernels.launch import Build, Program
 from halfbyte.lab import receipts
@@ -35,7 +36,13 @@ WIDTH, CHUNKS, CHUNK = 2880, 45, 544
 # Of today's body more than it has slots; of A and B the five after which they begin again.
 COMPARED_PASSES = 7
 BOUND = 2e-3  # of the decode step's values (docs/numerics.md)
-BODIES = {"today": 0, "today, a shift as a product": 1, "A: masks, two digits": 2, "B: a table, two digits": 3}
+BODIES = {
+    "today": 0,
+    "today, a shift as a product": 1,
+    "A: masks, two digits": 2,
+    "B: a table, two digits": 3,
+    "A in the decode step": 4,
+}
 THIRDS, ATOMS, PART = 3, 8, 15  # of K for a warpgroup: eight times four groups, of 15 chunks
 DIGIT_SLOTS, DIGIT_SLOT_BYTES, DIGIT_WARPS = 20, 8192, 12
 
@@ -63,23 +70,33 @@ class LoopBody:
         return self.number < 2
 
     @property
+    def in_step(self) -> bool:
+        """The decode step's own code, with its ring and warps."""
+        return self.today or self.number == 4
+
+    @property
+    def shape(self) -> StepShape:
+        changed = replace(self.step, digits=not self.today)
+        return replace(changed, defines=(f"HB_BY_PRODUCT={self.number}",)) if self.today else changed
+
+    @property
     def rows(self) -> int:
         """Rows of the weights in one pass."""
         return 16 if self.today else 64
 
     @property
     def slots(self) -> int:
-        return self.step.slots if self.today else DIGIT_SLOTS
+        return self.shape.slots if self.in_step else DIGIT_SLOTS
 
     @property
     def slot_bytes(self) -> int:
-        return self.step.slot_bytes if self.today else DIGIT_SLOT_BYTES
+        return self.shape.slot_bytes if self.in_step else DIGIT_SLOT_BYTES
 
     def build(self) -> Build:
         own = options({"BODY": self.number})
-        if self.today:
-            program = replace(self.step, defines=(f"HB_BY_PRODUCT={self.number}",)).program()
-            own, threads, shared = own + program.options, self.step.threads, self.step.shared_bytes
+        if self.in_step:
+            step = self.shape
+            own, threads, shared = own + step.program().options, step.threads, step.shared_bytes
         else:
             threads = 32 * (DIGIT_WARPS + 1)
             shared = (
@@ -161,6 +178,16 @@ def today_slots(body: LoopBody, device: str | torch.device) -> tuple[Tensor, Ten
     return slots, formats.dequantize(tile16.unpack(matrix), torch.float32).double().view(body.slots, 16, 24 * 64)
 
 
+def atom_slots(body: LoopBody, device: str | torch.device) -> tuple[Tensor, Tensor]:
+    """Slots of random weights of four tiles, six chunks of each, in tile16_e5m2, and their values, float64
+    [slots, 64, 384]."""
+    chunks = random_matrix(body.slots * 64, ATOM_CHUNKS * 64, format="mxfp4", device=device)  # [slots * 4, 6, 544]
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    matrix = MXTensor(chunks, none, (body.slots * 64, ATOM_CHUNKS * 64), "mxfp4", "tile16_e5m2")
+    values = formats.dequantize(matrix, torch.float32).double().view(body.slots, 64, ATOM_CHUNKS * 64)
+    return chunks.reshape(body.slots, body.slot_bytes), values
+
+
 def expected_sums(body: LoopBody, values: Tensor, x: Tensor, passes: int) -> Tensor:
     """The sums of the first passes, float64 [passes, rows]."""
     sums = []
@@ -168,6 +195,11 @@ def expected_sums(body: LoopBody, values: Tensor, x: Tensor, passes: int) -> Ten
         if body.today:
             first, second = values[2 * number % body.slots], values[(2 * number + 1) % body.slots]
             sums.append(first @ x[:1536] + second[:, : WIDTH - 1536] @ x[1536:])
+            continue
+        if body.in_step:  # the last slot of a pass holds less
+            atoms = -(-CHUNKS // ATOM_CHUNKS)
+            atom_values = [values[(atoms * number + i) % body.slots] for i in range(atoms)]
+            sums.append(torch.cat(atom_values, -1)[:, :WIDTH] @ x)
             continue
         parts = [
             values[(DIGIT_WARPS * number + warp) % DIGIT_SLOTS] @ x.view(THIRDS, -1)[warp // 4] for warp in range(12)
@@ -190,7 +222,10 @@ class LoopCase:
         self.body, self.machine, self.build = body, machine, body.build()
         machine.load(self.build)
         self.x = torch.randn(WIDTH, device=device).bfloat16()
-        slots, self.values = today_slots(body, device) if body.today else digit_slots(body.number, device)
+        if body.in_step:
+            slots, self.values = today_slots(body, device) if body.today else atom_slots(body, device)
+        else:
+            slots, self.values = digit_slots(body.number, device)
         digits, x_scales = digits_of(self.x)
         self.out = torch.full((COMPARED_PASSES, body.rows), float("nan"), device=device)
         self.cycles = torch.zeros(machine.blocks, dtype=torch.int64, device=device)

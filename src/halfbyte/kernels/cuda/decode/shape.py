@@ -52,8 +52,9 @@ ONE_ROW = {
     "bf16": Tuning(12, 30_720, ahead=5),
 }
 SEVERAL_ROWS = Tuning(15, 8_704)
-# Experts by digits (not timed yet): a slot for an atom of four tiles, which is 24 chunks.
-BY_DIGITS = Tuning(12, 13_056)
+# Experts by digits (not timed yet): a slot for an atom of four tiles, which is 24 chunks, or for two. By the format of
+# the dense layers with one row; MXFP4's for all else.
+BY_DIGITS = {"mxfp4": Tuning(12, 13_056), "q8": Tuning(12, 26_112), "bf16": Tuning(12, 30_720)}
 THIRDS, QUAD, ATOM_CHUNKS = 3, 4, 6  # warpgroups, tiles, chunks of a tile (shape.cuh, struct Quad)
 # sm_12x: ten warps with the feeding one, because with thirteen or more 128 registers are left to a thread and some are
 # spilled; four rows need eight for the sake of six slots, eight rows do not fit.
@@ -199,13 +200,13 @@ class StepShape:
 
     @property
     def _tuning(self) -> Tuning:
-        if self.digits:
-            return BY_DIGITS
         if self.units:
             return UNITS if self.rows == 1 else UNITS_OF_ROWS
         if self.shared < LARGE_BLOCK:
             return SMALL_BLOCK if self.rows < 4 else SMALL_BLOCK_OF_ROWS
         one = self.rows == 1 and self.qkv == self.o == self.lm_head
+        if self.digits:
+            return BY_DIGITS[self.qkv if one else "mxfp4"]
         return ONE_ROW[self.qkv] if one and self.qkv in ONE_ROW else SEVERAL_ROWS
 
     @property
