@@ -17,12 +17,14 @@ from halfbyte.formats import MXTensor, dequantize, e2m1, layouts, tile16
 from halfbyte.kernels.cuda.decode.shape import StepShape
 from halfbyte.kernels.launch import Program, compile_program, nvrtc_available
 from tests.kernels.cuda.decode.decode_models import Case, relative, small
+from tests.kernels.cuda.decode.test_broken import TENSORS, Model, at, tiny
 from tests.kernels.cuda.decode.test_compile import LARGE, shape
 from tests.kernels.cuda.emulator import Emulator, library, sizes
 from tests.kernels.cuda.machine_code import freed_too_early
 
 PROBE = Program(Path(__file__).parents[1] / "digits_probe.cu", "probe")
 reason = nvrtc_available()
+wgmma = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_nvrtc = pytest.mark.skipif(reason is not None, reason=reason or "")
 
 
@@ -155,6 +157,42 @@ def test_against_the_oracle(name: str) -> None:
     case = DecodeCase.make(s, random_weights(s, "cpu"), 256, s.rows)
     verdict = check_decode(s, case, 100, sequences, machine=Emulator(4, seed=3))
     assert verdict.ok, "; ".join(verdict.wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not wgmma, reason="needs a GPU of SM90")
+@pytest.mark.parametrize("name", STEPS)
+def test_on_a_gpu(name: str) -> None:
+    s, sequences = STEPS[name]
+    torch.manual_seed(5)
+    case = DecodeCase.make(s, random_weights(s), 256, s.rows)
+    verdict = check_decode(s, case, 100, sequences)
+    assert verdict.ok, "; ".join(verdict.wrong)
+
+
+@pytest.mark.parametrize("kind", ["nan", pytest.param("-inf", marks=pytest.mark.slow)])
+def test_what_is_no_number_is_named(kind: str) -> None:
+    """As by the other body: a maximum, a power of two and E4M3 hide neither NaN nor infinity."""
+    model = Model(replace(tiny(), digits=True, workers=0), Emulator(3))
+    assert model.places() == [None, None]
+    for name in ("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"):
+        assert model.plant(name, kind) == at(TENSORS[name]), name
+    assert model.places() == [None, None]
+
+
+def test_scales_of_any_size() -> None:
+    """A factor of 2^30 moved from the norm into the weights' scales leaves every bit as it was."""
+    logits = []
+    for octaves in (0, 30):
+        case = Case(by_digits(small(1), 1), Emulator(4), 1, 4)
+        for layer in case.step.weights.layers:
+            layer.mlp_norm *= 2.0**-octaves
+            layer.router.view(torch.bfloat16).mul_(2.0**octaves)
+            layer.gate_up[..., 512:] += octaves
+        case.run([37], [100], [0])
+        logits.append(case.step.logits[:1].clone())
+    assert torch.isfinite(logits[0]).all()
+    assert torch.equal(*logits)
 
 
 def test_both_bodies_are_the_same_function() -> None:
