@@ -4,16 +4,14 @@ A function's name is a noun and a verb in some style, or invented; a parameter h
 wordings the last quarter is held out.
 """
 
-# ruff: noqa: E501  (a table of sentences reads best with one per line)
+# ruff: noqa: E501, SIM905  (a table of sentences reads best with one per line, a word list as text)
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from asking import REQUESTS
-from forms import PARTS
 from lives import Lives
 from turns import COMMON, Turn
 from wordings import drawn_from, expand, without_choices
@@ -208,28 +206,9 @@ SPLICE = (
 
 
 SAID = ("{v} the {a}", "{v} the {a} and the {b}", "{v} {n}", "the {a} is in the {b}", "{n} needs the {a} on {d}", "see you on {d}", "{v} the {a} for {n}", "I have the {a}", "we meet at the {b} on {d}", "bring a {a} with you", "the {a} comes on {d}", "{a} before {b}")  # fmt: skip
-DOING = [
-    "fetch",
-    "clean",
-    "wash",
-    "paint",
-    "fix",
-    "bring",
-    "visit",
-    "ask",
-    "thank",
-    "meet",
-    "help",
-    "check",
-    "return",
-    "find",
-    "feed",
-    "pack",
-    "send",
-    "write",
-    "finish",
-    "prepare",
-]
+DOING = (
+    "fetch clean wash paint fix bring visit ask thank meet help check return find feed pack send write finish prepare "
+).split()
 
 
 @dataclass(frozen=True)
@@ -240,45 +219,6 @@ class Errand:
     tool: Tool
     parameters: dict[str, str]  # slot -> parameter
     wrapped: bool = False  # its arguments stand in an object of their own
-
-
-# key: (names in a schema, JSON type, how the text says it)
-FIELDS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
-    "name": (("name", "person", "customer", "who", "guest"), "string", ("name {v}", "my name is {v}", "{v} is the name", "the guest is {v}")),
-    "age": (("age", "years", "age_in_years"), "integer", ("{v} years old", "aged {v}", "age {v}", "of {v} years")),
-    "city": (("city", "town", "place", "home"), "string", ("from {v}", "living in {v}", "lives in {v}", "home in {v}")),
-    "price": (("price", "cost", "euros", "amount"), "integer", ("costs {v} euros", "for {v} euros", "price {v} euros", "{v} euros")),
-    "colour": (("colour", "color", "paint"), "string", ("in {v}", "comes in {v}", "colour {v}", "painted {v}")),
-    "day": (("day", "date", "weekday", "delivery"), "string", ("on {v}", "due on {v}", "day {v}", "until {v}")),
-    "gate": (("gate", "door", "exit"), "string", ("gate {v}", "from gate {v}", "at gate {v}", "leaves at gate {v}")),
-    "room": (("room", "hall", "office"), "string", ("room {v}", "in room {v}", "meets in room {v}", "goes to room {v}")),
-    "code": (("code", "id", "reference", "number"), "string", ("code {v}", "with the code {v}", "id {v}", "reference {v}")),
-    "count": (("count", "pieces", "quantity"), "integer", ("{v} pieces", "count {v}", "{v} times", "quantity {v}")),
-    "items": (("items", "things", "products", "list"), "array", ("wants {v}", "to buy: {v}", "list: {v}", "needs {v}")),
-    "paid": (("paid", "is_paid", "payment_done"), "boolean", ("already paid|not paid", "paid|not paid yet", "payment is done|payment is open", "has paid|has not paid")),
-    "mood": (("mood", "feeling", "sentiment"), "enum:happy,angry,sad,calm,tired,bored,worried,proud,pleased", ("is {v}", "feels {v}", "seems {v}", "sounds {v}")),
-    "status": (("status", "state", "stage"), "enum:open,closed,waiting,lost,late,new,broken,ready", ("status {v}", "it is {v}", "marked as {v}", "now {v}")),
-    "time": (("time", "at", "hour"), "string", ("at {v}", "time {v}", "begins at {v}", "leaves at {v}")),
-    "line": (("line", "bus", "train"), "string", ("line {v}", "bus {v}", "train {v}", "with line {v}")),
-    "author": (("author", "writer", "by"), "string", ("by {v}", "written by {v}", "author {v}", "from the pen of {v}")),
-    "title": (("title", "book", "film"), "string", ("title {v}", "the book {v}", "called {v}", "the film {v}")),
-    "email": (("email", "mail", "address"), "string", ("mail {v}", "email {v}", "write to {v}", "reach me under {v}")),
-    "weight": (("weight", "kilos", "kg"), "integer", ("{v} kg", "weighs {v} kg", "weight {v} kg", "heavy {v} kg")),
-    "company": (("company", "employer", "firm"), "string", ("works at {v}", "of the company {v}", "from the firm {v}", "with {v}")),
-    "goal": (("goal", "task", "wish"), "string", ("wants to {v}", "has to {v}", "would like to {v}", "is here to {v}")),
-    "size": (("size", "fit"), "enum:small,medium,large,tiny,huge", ("size {v}", "a {v} one", "in {v}", "takes a {v}")),
-    "phone": (("phone", "telephone", "phone_number"), "string", ("phone {v}", "call {v}", "reach me at {v}", "telephone {v}")),
-    "pet": (("pet", "animal"), "object", ("with a {k} named {n}", "has a {k} called {n}", "and the {k} {n}", "brings the {k} {n}")),
-}  # fmt: skip
-
-
-def in_prose(value: Any) -> str:
-    """A value of a form in a thought."""
-    if isinstance(value, dict):
-        return " ".join(f"{k} {v}" for k, v in value.items())
-    return (
-        ", ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
-    )
 
 
 def shown(values: dict[str, Any]) -> dict[str, Any]:
@@ -471,119 +411,3 @@ class Errands(Lives):
             Turn("errand", so_far, (thoughts[1], calls[1]), tags=tags, tools=tools),
             Turn("errand", (*so_far, thoughts[1], calls[1], outcomes[1]), final_reply, tags=(*tags, "result"), tools=tools, grade=Grade(phrases=((values[0],), (values[1],)))),
         ]  # fmt: skip
-
-    # ---- schemas --------------------------------------------------------------------------------
-
-    def form(self) -> tuple[tuple[str, str], dict[str, str], dict[str, list[str]]]:
-        """((name, schema) of a response format, key of FIELDS -> name of its field, key -> what its enum offers)."""
-        rng = self.rng
-        keys = rng.sample(list(FIELDS), rng.randint(1, 5))
-        named: dict[str, str] = {}
-        for k in keys:
-            named[k] = rng.choice([n for n in FIELDS[k][0] if n not in named.values()] or [self.identifier()])
-        properties: dict[str, Any] = {}
-        for k, name in named.items():
-            kind = FIELDS[k][1]
-            if kind.startswith("enum"):
-                every = kind.split(":")[1].split(",")
-                properties[name] = {"type": "string", "enum": rng.sample(every, rng.randint(2, min(4, len(every))))}
-            elif kind == "array":
-                properties[name] = {"type": "array", "items": {"type": "string"}}
-            elif kind == "object":
-                inner = {"kind": {"type": "string"}, "name": {"type": "string"}}
-                properties[name] = {"type": "object", "properties": inner, "required": ["kind", "name"]}
-            else:
-                properties[name] = {"type": kind}
-        if rng.random() < 0.15:
-            properties = {n: {**p, "description": f"the {n.replace('_', ' ')}"} for n, p in properties.items()}
-        options = {k: properties[n]["enum"] for k, n in named.items() if "enum" in properties[n]}
-        schema = {"type": "object", "properties": properties, "required": list(properties)}
-        if rng.random() < 0.3:
-            schema["additionalProperties"] = False
-        title = rng.choice(("answer", "record", "form", "response", "data", self.identifier()))
-        return (title, json.dumps(schema, separators=(",", ":") if rng.random() < 0.7 else None)), named, options
-
-    def part_of_a_note(self, key: str) -> str:
-        """How a note says the value of a field; for yes and no both, parted by a bar."""
-        table = FIELDS[key][2]
-        if self.wording != "train" or self.rng.random() < 0.4:
-            return self.pick(table)
-        *halves, last = self.rng.choice(PARTS[key]).split(" / ")
-        said = "|".join(drawn_from(self.rng, (half,), table[-(len(table) // 4) :]) for half in (*halves, last))
-        return said[0].lower() + said[1:] if not said.startswith("{") else said
-
-    def note(self, response_format: tuple[str, str], named: dict[str, str], options: dict[str, list[str]]) -> Turn:
-        """A note in prose, with more in it than the form wants at times."""
-        rng = self.rng
-        extra = [k for k in FIELDS if k not in named]
-        shown = [*named, *rng.sample(extra, rng.choice((0, 0, 1, 2)))]
-        value: dict[str, Any] = {}
-        parts, reading = [], []  # of the text; of the thought, which reads along and says which field each part is
-        for k in rng.sample(shown, len(shown)):
-            kind, said = FIELDS[k][1], self.part_of_a_note(k)
-            v: Any
-            if kind == "integer":
-                v = rng.randint(1, 99) if k == "age" else rng.randint(1, 999)
-            elif kind == "boolean":
-                v = rng.random() < 0.5
-                said = said.split("|")[0 if v else 1]
-            elif kind == "array":
-                v = (
-                    self.names(rng.randint(1, 4))
-                    if rng.random() < 0.4
-                    else rng.sample((*words.FOODS, *words.ITEMS), rng.randint(1, 4))
-                )
-                said = said.format(v=" and ".join(v) if rng.random() < 0.3 else ", ".join(v))
-            elif kind == "object":
-                v = {"kind": rng.choice(words.PETS), "name": self.name()}
-                said = said.format(k=v["kind"], n=v["name"])
-            elif kind.startswith("enum"):
-                v = rng.choice(options.get(k) or kind.split(":")[1].split(","))
-            else:
-                v = {
-                    "colour": lambda: rng.choice(words.COLORS),
-                    "day": lambda: rng.choice(words.DAYS),
-                    "time": lambda: self.slot_value("time"),
-                    "email": lambda: self.slot_value("mail"),
-                    "goal": lambda: f"{rng.choice(DOING)} the {rng.choice(COMMON)}",
-                    "phone": lambda: words.digits(rng, 5, 8),
-                }.get(k, self.person if k == "name" else self.name)()
-            parts.append(said.format(v=v))
-            reading.append(f"{parts[-1]}: {f'{named[k]} {in_prose(v)}' if k in named else 'no field'}.")
-            value[k] = v
-        joined = rng.choice((", ", "; ", ". ")).join(parts) + "."
-        begins = [part for v in value.values() for part in in_prose(v).split()]
-        text = joined[0].upper() + joined[1:] if rng.random() < 0.5 and not joined.startswith(tuple(begins)) else joined
-        template, question = self.ask("json", t=text) if rng.random() < 0.5 else ("{t}", text)
-        wanted = {name: value[k] for k, name in named.items()}
-        reply = (think(f"The fields are {', '.join(named.values())}. {' '.join(reading)}"), final(json.dumps(wanted)))
-        return Turn(
-            "note",
-            (user(question),),
-            reply,
-            template,
-            {"value": wanted, "text": text},
-            tags=(f"{len(wanted)} fields",),
-            response_format=response_format,
-        )
-
-    def answer_form(self) -> Turn:
-        """A question whose answer alone is wanted, in a schema of one or two fields."""
-        rng = self.rng
-        make = rng.choice((self.comparing, self.comparing, self.story, self.detail))
-        asked: Turn = make()
-        key = rng.choice(("answer", "result", "value", "reply", self.identifier()))
-        yes = rng.choice(("answer", "is_true", "yes", "correct", self.identifier()))
-        if asked.task == "compare":
-            name, kind, value = yes, "boolean", asked.bare == "yes"
-        elif asked.bare.isdigit() and asked.task == "story":
-            name, kind, value = key, "integer", int(asked.bare)
-        else:
-            name, kind, value = key, "string", asked.bare
-        schema = {"type": "object", "properties": {name: {"type": kind}}, "required": [name]}
-        title = rng.choice(("answer", "result", "output", "response", self.identifier()))
-        return Turn(
-            "note", asked.says, (asked.reply[0], final(json.dumps({name: value}))), asked.phrasing,
-            {"value": {name: value}, "text": asked.says[0].text}, tags=("an answer",),
-            response_format=(title, json.dumps(schema, separators=(",", ":"))),
-        )  # fmt: skip

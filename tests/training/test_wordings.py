@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 from asking import REQUESTS
-from errands import ERRANDS, FIELDS
+from errands import ERRANDS
 from everyday import COMPARE, LETTERS, LISTS, NAMED, OUTSIDE, PERSONA, REPEAT, STORIES, TALK, TOLD
-from forms import PARTS
+from forms import FIELDS, PARTS
 from phrasings import PHRASINGS, SEEN
 from wordings import WORDINGS, drawn_from, expand, plain, ways, worded
 

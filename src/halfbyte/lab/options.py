@@ -199,7 +199,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Works:
-    """What level 4 measures; the defaults are the protocol's."""
+    """What level 4 measures; the defaults are the protocol's. Level 5 compares other lengths that are named, too."""
 
     prompts: tuple[int, ...] = flag(
         (2048,), "--pp", "Prompt lengths in tokens.", panel=BENCHMARK, parse=numbers("--pp", 1)

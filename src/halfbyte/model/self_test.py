@@ -97,7 +97,7 @@ def is_due(choice: PlanChoice, device: torch.device, way: str) -> bool:
 
 def _is_measured(choice: PlanChoice, gpu: str) -> bool:
     """Whether this plan's kernels have been compared on such a GPU: its own, not those of an older architecture that
-    HALFBYTE_GPU_INSTRUCTIONS restricts it to; and not with experts in host memory, which have run on none."""
+    HALFBYTE_GPU_INSTRUCTIONS restricts it to; and not with experts in host memory, of which no receipt compares all."""
     return gpu in MEASURED and ARCHES[choice.selection.arch].has_run and not choice.spec.host_layers
 
 

@@ -171,3 +171,10 @@ def test_an_earlier_run_without_a_cell_in_common_fails(tmp_path: Path) -> None:
     ]
     assert outcome.verdict == "FAIL"
     assert "nothing was compared" in outcome.reasons[0]
+
+
+def test_named_lengths_are_compared() -> None:
+    default = Rounds()
+    assert Rounds.of(Works()) == default
+    assert Rounds.of(Works(tokens=(64, 256))).works == (default.works[0], TimedWork(tokens=256))
+    assert Rounds.of(Works(prompts=(4096, 1024))).works == (TimedWork(prompt=1024), default.works[1])

@@ -212,7 +212,8 @@ def run_levels(
     if "4" in levels:
         run("4", lambda o: _benchmark(subject, o, options))
     if "5" in levels:
-        run("5", lambda o: _regression(subject, o, report.outcome("4"), options.prior, before, rounds or Rounds()))
+        chosen = rounds or Rounds.of(options.works)
+        run("5", lambda o: _regression(subject, o, report.outcome("4"), options.prior, before, chosen))
     if "6" in levels:
         run("6", lambda o: _matrix(subject, o, reference, options, log))
     return report

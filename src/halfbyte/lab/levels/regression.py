@@ -22,6 +22,7 @@ from halfbyte.lab.levels.kernel_path import path_checks, path_problem
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.measure.engine_timing import TimedClient, TimedWork, check_texts, run_work
 from halfbyte.lab.measure.rounds import CellRuns
+from halfbyte.lab.options import Works
 from halfbyte.lab.result import Cell, Check, Figure, Result, ResultFile, figure
 from halfbyte.lab.statistics import LEAST, THRESHOLD, ChangeVerdict, compare
 from halfbyte.model import load
@@ -38,6 +39,17 @@ class Rounds:
     def __post_init__(self) -> None:
         if not LEAST <= self.least <= self.most:
             raise UsageError(f"the minimum number of rounds must be between {LEAST} and the maximum.")
+
+    @classmethod
+    def of(cls, works: Works) -> Rounds:
+        """Lengths that were named for level 4 hold here, too: the shortest prompt, the longest answer."""
+        own, default = cls(), Works()
+        prompt, answer = own.works
+        if works.prompts != default.prompts:
+            prompt = TimedWork(prompt=min(works.prompts))
+        if works.tokens != default.tokens:
+            answer = TimedWork(tokens=max(works.tokens))
+        return cls((prompt, answer))
 
 
 @dataclass(frozen=True)
