@@ -447,6 +447,8 @@ def test_rows_in_front_of_experts_in_host_memory_are_allowed_their_rounding(
     choice, _ = choice_of("balanced")
     spec = replace(choice.spec, activation="bf16", host_layers=host_layers, host_activation=host_activation)
     assert {self_test.activations(spec, regime) for regime in self_test.REGIMES} == {formats}
+    assert {self_test.activations(spec, "decode", probe) for probe in ("gate", "up", "down")} == {formats}
+    assert {self_test.activations(spec, "decode", probe) for probe in ("lm_head", "o", "values of qkv")} == {("bf16",)}
 
 
 @pytest.mark.parametrize("preset", ["fast", "balanced"])

@@ -53,6 +53,7 @@ TOLERANCE = {"f32": 0.01, "bf16": 0.01, "int8": 0.03, "fp8": 0.09, "mxfp8": 0.09
 # int8 has one step for a group of elements, half of which each rounding may add to the small ones too; a value is
 # rounded in front of the next matrix and in front of the head.
 GROUP, ROUNDINGS = 32, 2
+EXPERT_PROBES = ("gate", "up", "down")
 # Of the logits of two layers; no more than `lab/plan_comparison.py` allows (docs/numerics.md).
 TWIN = {"f32": 2e-4, "bf16": 2e-2, "int8": 4e-2, "fp8": 8e-2, "mxfp8": 8e-2, "mxfp4": 0.4}
 
@@ -194,10 +195,12 @@ def skipped(probe: str, spec: Spec) -> bool:
     return narrow and probe != "lm_head"
 
 
-def activations(spec: Spec, regime: Regime) -> tuple[str, ...]:
-    """The formats of rows in front of weights: the GPU's, and in front of experts in host memory the CPU's."""
+def activations(spec: Spec, regime: Regime, probe: str = "") -> tuple[str, ...]:
+    """The formats of rows in front of the weights that a probe sees, or all weights see: the GPU's, and in front of
+    experts in host memory the CPU's."""
     own = spec.at(regime).activation
-    return (own, spec.host_activation) if spec.host_layers else (own,)
+    on_host = spec.host_layers and (not probe or probe in EXPERT_PROBES)
+    return (own, spec.host_activation) if on_host else (own,)
 
 
 def step_of(tokens: Tensor, device: torch.device) -> Step:
@@ -240,7 +243,7 @@ def ask(probe: Probe, config: ModelConfig, choice: PlanChoice, gates: Gates, reg
         if regime in problems:
             continue
         got = model.forward(step_of(probe.tokens[rows], model.device)).double()
-        problem = judge(probe, rows, got[:, : probe.want.shape[1]], activations(choice.spec, regime))
+        problem = judge(probe, rows, got[:, : probe.want.shape[1]], activations(choice.spec, regime, probe.name))
         if problem is not None:
             names = ", ".join(choice.selection.chosen[regime])
             problems[regime] = f"{regime} ({names}), step of {len(rows)}: {problem}"
