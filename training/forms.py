@@ -74,8 +74,20 @@ PARTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+# How a note says a field that is named by words drawn anew: w is what the field is called, v its value.
+CALLED = (
+    "{w} {v}", "{w}: {v}", "the {w} is {v}", "with the {w} {v}", "{w} = {v}", "{v} is the {w}", "its {w} is {v}",
+    "as {w} take {v}", "the {w} was {v}", "for the {w} we have {v}", "{w}, which is {v}", "{v} as {w}", "a {w} of {v}",
+    "{w} equals {v}", "put {v} as the {w}", "has {v} as its {w}", "the {w} should be {v}", "{w} will be {v}",
+)  # fmt: skip
+# What stands in a field that a note says nothing about, by JSON type.
+UNSAID: dict[str, Any] = {"string": "", "integer": 0, "boolean": False, "array": [], "object": {"kind": "", "name": ""}}
+
+
 def in_prose(value: Any) -> str:
     """A value of a form in a thought."""
+    if value in ("", [], {"kind": "", "name": ""}):
+        return "nothing"
     if isinstance(value, dict):
         return " ".join(f"{k} {v}" for k, v in value.items())
     return (
@@ -83,19 +95,34 @@ def in_prose(value: Any) -> str:
     )
 
 
+def kind_of(key: str) -> str:
+    """The JSON type of a field: `enum:` and its options for one of several strings."""
+    return key.split("|")[1] if "|" in key else FIELDS[key][1]
+
+
 class Forms(Errands):
     """Turns whose answer is JSON for a schema."""
 
+    def drawn_field(self) -> str:
+        """A key that is not in FIELDS: the words of a name and, behind a bar, its JSON type."""
+        rng = self.rng
+        words_of = rng.sample(COMMON, rng.choice((1, 2, 2))) if rng.random() < 0.7 else [self.identifier()]
+        kind = rng.choice(("string", "string", "integer", "array", "enum:" + ",".join(self.names(rng.randint(2, 4)))))
+        return f"{' '.join(words_of)}|{kind}"
+
     def form(self) -> tuple[tuple[str, str], dict[str, str], dict[str, list[str]]]:
-        """((name, schema) of a response format, key of FIELDS -> name of its field, key -> what its enum offers)."""
+        """((name, schema) of a response format, key of FIELDS or drawn -> name of its field, key -> what its enum offers)."""
         rng = self.rng
         keys = rng.sample(list(FIELDS), rng.randint(1, 5))
+        if self.wording == "train":
+            keys = [self.drawn_field() if rng.random() < 0.3 else k for k in keys]
         named: dict[str, str] = {}
         for k in keys:
-            named[k] = rng.choice([n for n in FIELDS[k][0] if n not in named.values()] or [self.identifier()])
+            own = (k.split("|")[0].replace(" ", "_"),) if "|" in k else FIELDS[k][0]
+            named[k] = rng.choice([n for n in own if n not in named.values()] or [self.identifier()])
         properties: dict[str, Any] = {}
         for k, name in named.items():
-            kind = FIELDS[k][1]
+            kind = kind_of(k)
             if kind.startswith("enum"):
                 every = kind.split(":")[1].split(",")
                 properties[name] = {"type": "string", "enum": rng.sample(every, rng.randint(2, min(4, len(every))))}
@@ -117,6 +144,8 @@ class Forms(Errands):
 
     def part_of_a_note(self, key: str) -> str:
         """How a note says the value of a field; for yes and no both, parted by a bar."""
+        if "|" in key:
+            return self.rng.choice(CALLED).replace("{w}", key.split("|")[0].replace("_", " "))
         table = FIELDS[key][2]
         if self.wording != "train" or self.rng.random() < 0.4:
             return self.pick(table)
@@ -129,10 +158,13 @@ class Forms(Errands):
         rng = self.rng
         extra = [k for k in FIELDS if k not in named]
         shown = [*named, *rng.sample(extra, rng.choice((0, 0, 1, 2)))]
+        if self.wording == "train" and rng.random() < 0.15:  # a note that does not say everything, or nothing of it
+            silent = rng.sample(list(named), rng.randint(1, len(named)))
+            shown = [k for k in shown if k not in silent] or rng.sample(extra, 1)
         value: dict[str, Any] = {}
-        parts, reading = [], []  # of the text; of the thought, which reads along and says which field each part is
+        parts: dict[str, str] = {}  # of the text
         for k in rng.sample(shown, len(shown)):
-            kind, said = FIELDS[k][1], self.part_of_a_note(k)
+            kind, said = kind_of(k), self.part_of_a_note(k)
             v: Any
             if kind == "integer":
                 v = rng.randint(1, 99) if k == "age" else rng.randint(1, 999)
@@ -160,14 +192,15 @@ class Forms(Errands):
                     "goal": lambda: f"{rng.choice(DOING)} the {rng.choice(COMMON)}",
                     "phone": lambda: words.digits(rng, 5, 8),
                 }.get(k, self.person if k == "name" else self.name)()
-            parts.append(said.format(v=v))
-            reading.append(f"{parts[-1]}: {f'{named[k]} {in_prose(v)}' if k in named else 'no field'}.")
+            parts[k] = said.format(v=v)
             value[k] = v
-        joined = rng.choice((", ", "; ", ". ")).join(parts) + "."
+        joined = rng.choice((", ", "; ", ". ")).join(parts.values()) + "."
         begins = [part for v in value.values() for part in in_prose(v).split()]
         text = joined[0].upper() + joined[1:] if rng.random() < 0.5 and not joined.startswith(tuple(begins)) else joined
         template, question = self.ask("json", t=text) if rng.random() < 0.5 else ("{t}", text)
-        wanted = {name: value[k] for k, name in named.items()}
+        wanted = {name: value[k] if k in value else self.unsaid(k, options) for k, name in named.items()}
+        # Field by field, with the part that says it: as many steps as the schema has fields, whatever the text is.
+        reading = [f"{name}: {parts.get(k, 'not said')}: {in_prose(wanted[name])}." for k, name in named.items()]
         reply = (think(f"The fields are {', '.join(named.values())}. {' '.join(reading)}"), final(json.dumps(wanted)))
         return Turn(
             "note",
@@ -178,6 +211,10 @@ class Forms(Errands):
             tags=(f"{len(wanted)} fields",),
             response_format=response_format,
         )
+
+    def unsaid(self, key: str, options: dict[str, list[str]]) -> Any:
+        """What stands in a field that a note says nothing about."""
+        return options[key][0] if key in options else UNSAID[kind_of(key)]
 
     def answer_form(self) -> Turn:
         """A question whose answer alone is wanted, in a schema of one or two fields."""
