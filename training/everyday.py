@@ -247,7 +247,7 @@ class Everyday(Source):
                 nth=n,
             )
         numbers = self.rng.sample(
-            range(1, 30 if task == "total" else 1000), self.rng.randint(3, 4 if task == "total" else 6)
+            range(1, 30 if task == "total" else self.most()), self.rng.randint(3, 4 if task == "total" else 6)
         )
         separator = " " if task != "total" and self.rng.random() < 0.15 else ""
         listed = separator.join(map(str, numbers)) if separator else self.listed(numbers)
@@ -362,8 +362,9 @@ class Everyday(Source):
 
     def comparing(self, a: int | None = None) -> Turn:
         """Whether one number is more than another; `a` None: both are in the question."""
-        first = self.rng.randint(1, 999) if a is None else a
-        b = self.rng.choice((self.rng.randint(1, 999), max(1, first + self.rng.randint(-20, 20))))
+        most = self.most()
+        first = self.rng.randint(1, most) if a is None else a
+        b = self.rng.choice((self.rng.randint(1, most), max(1, first + self.rng.randint(-20, 20))))
         template, question = self.fill(self.pick(COMPARE, "compare"), a=first if a is None else "that", b=b)
         word = "more than" if first > b else "less than" if first < b else "equal to"
         text = f"{'Yes' if first > b else 'No'}, {first} is {word} {b}."

@@ -80,14 +80,60 @@ CALLED = (
     "as {w} take {v}", "the {w} was {v}", "for the {w} we have {v}", "{w}, which is {v}", "{v} as {w}", "a {w} of {v}",
     "{w} equals {v}", "put {v} as the {w}", "has {v} as its {w}", "the {w} should be {v}", "{w} will be {v}",
 )  # fmt: skip
+OPPOSITES = (
+    "known,unknown",
+    "safe,unsafe",
+    "locked,unlocked",
+    "used,unused",
+    "fair,unfair",
+    "read,unread",
+    "even,uneven",
+    "legal,illegal",
+    "complete,incomplete",
+    "visible,invisible",
+    "yes,no,maybe",
+    "low,medium,high",
+    "new,used",
+)
+# A note without one of these is a list of its parts; with one, the first part is said of it.
+SUBJECTS = (
+    "the {c}",
+    "this {c}",
+    "my {c}",
+    "our {c}",
+    "a {c}",
+    "it",
+    "she",
+    "he",
+    "they",
+    "{n}",
+    "{n}'s {c}",
+    "one {c}",
+)
+# Sentences that say nothing that a form asks for.
+ASIDES = (
+    "the {c} is with the {d}",
+    "I saw it near the {c}",
+    "please answer soon",
+    "thank you very much",
+    "{n} said so",
+    "nobody asked about the {c}",
+    "that was before the {c} came",
+    "we talked about the {c} and the {d}",
+    "see you",
+    "the {c} can wait",
+    "this is all I know",
+    "sent from my {c}",
+    "have a look at the {c}",
+    "no {c} was there",
+    "greetings from {n}",
+)
 # What stands in a field that a note says nothing about, by JSON type.
 UNSAID: dict[str, Any] = {"string": "", "integer": 0, "boolean": False, "array": [], "object": {"kind": "", "name": ""}}
 
 
 def in_prose(value: Any) -> str:
     """A value of a form in a thought."""
-    if value in ("", [], {"kind": "", "name": ""}):
-        return "nothing"
     if isinstance(value, dict):
         return " ".join(f"{k} {v}" for k, v in value.items())
     return (
@@ -107,7 +153,8 @@ class Forms(Errands):
         """A key that is not in FIELDS: the words of a name and, behind a bar, its JSON type."""
         rng = self.rng
         words_of = rng.sample(COMMON, rng.choice((1, 2, 2))) if rng.random() < 0.7 else [self.identifier()]
-        kind = rng.choice(("string", "string", "integer", "array", "enum:" + ",".join(self.names(rng.randint(2, 4)))))
+        options = rng.choice((",".join(self.names(rng.randint(2, 4))), *OPPOSITES))
+        kind = rng.choice(("string", "string", "integer", "array", f"enum:{options}"))
         return f"{' '.join(words_of)}|{kind}"
 
     def form(self) -> tuple[tuple[str, str], dict[str, str], dict[str, list[str]]]:
@@ -159,10 +206,13 @@ class Forms(Errands):
         extra = [k for k in FIELDS if k not in named]
         shown = [*named, *rng.sample(extra, rng.choice((0, 0, 1, 2)))]
         if self.wording == "train" and rng.random() < 0.15:  # a note that does not say everything, or nothing of it
-            silent = rng.sample(list(named), rng.randint(1, len(named)))
-            shown = [k for k in shown if k not in silent] or rng.sample(extra, 1)
+            unsaid = rng.sample(list(named), rng.randint(1, len(named)))
+            shown = [k for k in shown if k not in unsaid] or rng.sample(extra, 1)
         value: dict[str, Any] = {}
-        parts: dict[str, str] = {}  # of the text
+        parts: list[str] = []
+        reading: list[str] = []  # of the thought, which reads along and says which field each part is
+        if sentence := self.wording == "train" and rng.random() < 0.35:
+            subject = self.aside(rng.choice(SUBJECTS))
         for k in rng.sample(shown, len(shown)):
             kind, said = kind_of(k), self.part_of_a_note(k)
             v: Any
@@ -192,15 +242,24 @@ class Forms(Errands):
                     "goal": lambda: f"{rng.choice(DOING)} the {rng.choice(COMMON)}",
                     "phone": lambda: words.digits(rng, 5, 8),
                 }.get(k, self.person if k == "name" else self.name)()
-            parts[k] = said.format(v=v)
+            said = said.format(v=v)
+            if sentence and not parts:
+                said = f"{subject} {said}"
+            parts.append(said)
+            reading.append(f"{said}: {f'{named[k]} {in_prose(v)}' if k in named else 'no field'}.")
             value[k] = v
-        joined = rng.choice((", ", "; ", ". ")).join(parts.values()) + "."
+            if self.wording == "train" and rng.random() < 0.08:
+                parts.append(self.aside(rng.choice(ASIDES)))
+                reading.append(f"{parts[-1]}: no field.")
+        joined = rng.choice((", ", "; ", ". ")).join(parts) + "."
+        if sentence:
+            joined = f"{rng.choice((', ', ' and ', ', ')).join(parts[:-1])} and {parts[-1]}." if parts[1:] else joined
         begins = [part for v in value.values() for part in in_prose(v).split()]
         text = joined[0].upper() + joined[1:] if rng.random() < 0.5 and not joined.startswith(tuple(begins)) else joined
         template, question = self.ask("json", t=text) if rng.random() < 0.5 else ("{t}", text)
         wanted = {name: value[k] if k in value else self.unsaid(k, options) for k, name in named.items()}
-        # Field by field, with the part that says it: as many steps as the schema has fields, whatever the text is.
-        reading = [f"{name}: {parts.get(k, 'not said')}: {in_prose(wanted[name])}." for k, name in named.items()]
+        if silent := [name for k, name in named.items() if k not in value]:
+            reading.append(f"Not said: {', '.join(silent)}.")
         reply = (think(f"The fields are {', '.join(named.values())}. {' '.join(reading)}"), final(json.dumps(wanted)))
         return Turn(
             "note",
@@ -211,6 +270,9 @@ class Forms(Errands):
             tags=(f"{len(wanted)} fields",),
             response_format=response_format,
         )
+
+    def aside(self, template: str) -> str:
+        return template.format(c=self.rng.choice(COMMON), d=self.rng.choice(COMMON), n=self.person())
 
     def unsaid(self, key: str, options: dict[str, list[str]]) -> Any:
         """What stands in a field that a note says nothing about."""

@@ -353,5 +353,5 @@ class Remarks(Everyday):
         who, word = rng.choice(((a, more), (b, less)))
         question = rng.choice(("Who is {w}?", "Which of them is {w}?", "Who of the two is {w}?")).format(w=word)
         other = b if who == a else a
-        thought = f"Asked: {word}. {more}: {a}, {less}: {b}. It is {who}."
+        thought = f"Asked: {word}. {more}: {a}, {less}: {b}. {word}: {who}."
         return text, question, thought, f"{who} is {word}.", who, (other,)

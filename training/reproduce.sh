@@ -19,7 +19,7 @@ set -euo pipefail
 out=$1 seed=${2:-0}
 work=${STAGES:-$out/stages}
 mkdir -p "$out" "$work"
-export PYTHONPATH=src:training PYTHONUNBUFFERED=1
+export PYTHONPATH=src:training${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 stage() { # NAME ARGUMENTS...
   local name=$1

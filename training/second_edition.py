@@ -76,7 +76,7 @@ class Writer(Described):
 
     def numbers(self) -> Turn:
         task = self.rng.choice(("sort", "largest"))
-        values = [str(v) for v in self.rng.sample(range(1, 1000), self.rng.randint(3, 6))]
+        values = [str(v) for v in self.rng.sample(range(1, self.most()), self.rng.randint(3, 6))]
         template, question = self.ask(task, l=self.listed(values))
         ordered = sorted(values, key=int)
         text = f"Sorted: {', '.join(ordered)}." if task == "sort" else f"The largest is {ordered[-1]}."
@@ -368,7 +368,7 @@ def conversations(
     writer = Writer(rng, split, wording)
     makers: dict[Callable[[], Turn], float] = {
         writer.arithmetic: 4, writer.numbers: 1.5, writer.listing: 1.5, writer.spelling: 1.6, writer.reading: 1.2,
-        writer.outside: 0.5, writer.story: 2.5, writer.picking: 2, writer.lettering: 1.6, writer.repeating: 1.2,
+        writer.outside: 0.5, writer.story: 3, writer.picking: 2, writer.lettering: 1.6, writer.repeating: 1.2,
         writer.comparing: 1, writer.fact: 2, writer.detail: 2, writer.talk: 1.2, writer.beyond: 2.2,
     }  # fmt: skip
     if writer.wording == "train":
@@ -431,10 +431,10 @@ def conversations(
     elif kind < 0.44:
         makes = writer.json_record
         endings = 1
-    elif kind < 0.53:
+    elif kind < 0.55:
         form = writer.form()
         makes = lambda: writer.note(*form)  # noqa: E731
-    elif kind < 0.56:
+    elif kind < 0.58:
         makes = writer.answer_form
         endings = 1
     else:

@@ -180,6 +180,10 @@ class Source:
         digits = self.rng.randint(1, most)
         return self.rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
 
+    def most(self) -> int:
+        """The end of a range that numbers are drawn from: small numbers are as frequent as large ones."""
+        return self.rng.choice((10, 20, 50, 100, 1000, 1000))
+
     def ask(self, task: str, **fields: Any) -> tuple[str, str]:
         """(template, question) of a task in `phrasings.py`."""
         if self.by_grammar(task):
