@@ -46,8 +46,8 @@ FIELDS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "pet": (("pet", "animal"), "object", ("with a {k} named {n}", "has a {k} called {n}", "and the {k} {n}", "brings the {k} {n}")),
 }  # fmt: skip
 PARTS: dict[str, tuple[str, ...]] = {
-    "name": ("[|the ][customer|person|visitor|buyer|caller|client][| is|:| is called| named] {v}", "[this is|I am|here is|it is] {v}", "[booked|asked|ordered|signed] by {v}", "[Mr|Mrs|Ms|Dr] {v}", "for {v}", "{v} [calls|writes|asks|comes|wants this]", "name: {v}"),
-    "age": ("{v} years[| of age| of life]", "[is|just turned|now|about] {v}[| years old]", "age: {v}", "[a|one] {v}-year-old", "born {v} years ago", "[at the age of|at age] {v}"),
+    "name": ("[|the ][customer|person|visitor|buyer|caller|client][| is|:| is called| named] {v}", "[this is|I am|here is|it is] {v}", "[booked|asked|ordered|signed] by {v}", "[Mr|Mrs|Ms|Dr] {v}", "for {v}", "{v} [calls|writes|asks|comes|wants this]", "name: {v}", "{v}"),
+    "age": ("{v} years[| of age| of life]", "[is|just turned|now|about] {v}[| years old]", "age: {v}", "[a|one] {v}-year-old", "born {v} years ago", "[at the age of|at age] {v}", "{v}"),
     "city": ("[in|near|at home in|a citizen of|comes from|based in|resides in] {v}", "[city|town|home|place]:[| is] {v}", "[moved to|staying in|now in] {v}"),
     "price": ("[costs|at|worth|price is|priced at|it is|sells for] {v} [euros|euro|EUR]", "[pays|paid|offers|asks] {v} euros", "[price|cost]: {v}[| euros]", "[a price of|a cost of] {v} euros"),
     "colour": ("[is|it is|all|mostly|a bright|a dark] {v}", "[colour|color]: {v}", "[painted in|coloured|dyed|wants it in|of] {v}", "the {v} [one|kind|model]"),
@@ -205,7 +205,7 @@ class Forms(Errands):
         rng = self.rng
         extra = [k for k in FIELDS if k not in named]
         shown = [*named, *rng.sample(extra, rng.choice((0, 0, 1, 2)))]
-        if self.wording == "train" and rng.random() < 0.15:  # a note that does not say everything, or nothing of it
+        if self.wording == "train" and rng.random() < 0.06:  # a note that does not say everything, or nothing of it
             unsaid = rng.sample(list(named), rng.randint(1, len(named)))
             shown = [k for k in shown if k not in unsaid] or rng.sample(extra, 1)
         value: dict[str, Any] = {}
@@ -253,7 +253,10 @@ class Forms(Errands):
                 reading.append(f"{parts[-1]}: no field.")
         joined = rng.choice((", ", "; ", ". ")).join(parts) + "."
         if sentence:
-            joined = f"{rng.choice((', ', ' and ', ', ')).join(parts[:-1])} and {parts[-1]}." if parts[1:] else joined
+            between = " " if len(parts) < 4 and rng.random() < 0.4 else rng.choice((", ", ", ", " and "))
+            joined = between.join(parts) + "."
+            if between == ", ":
+                joined = f"{between.join(parts[:-1])} and {parts[-1]}." if parts[1:] else joined
         begins = [part for v in value.values() for part in in_prose(v).split()]
         text = joined[0].upper() + joined[1:] if rng.random() < 0.5 and not joined.startswith(tuple(begins)) else joined
         template, question = self.ask("json", t=text) if rng.random() < 0.5 else ("{t}", text)

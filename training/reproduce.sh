@@ -3,7 +3,7 @@
 # evaluation on problems that nothing saw. Twelve minutes or so on one H200; a stage that is done is not run again.
 #
 # usage: [FROM=models] [MORE_STEPS=1900] training/reproduce.sh OUT [SEED]
-#        EDITION=2 [FROM=models/tiny] [SECONDS_OF_TRAINING=430] [STAGES=FOLDER] training/reproduce.sh OUT [SEED]
+#        EDITION=2 [FROM=models/tiny] [SECONDS_OF_TRAINING=430] [RATES=1] [STAGES=FOLDER] training/reproduce.sh OUT [SEED]
 #        EDITION=2 DO=speculation [FROM=models/tiny] [SMALL=models] training/reproduce.sh OUT [SEED]
 # FROM: go on from the shipped FROM/tiny, tiny-draft and tiny-eagle3, with stages more and eagle alone.
 # EDITION=2: the second edition, conversations with names of the day, from the weights in the folder FROM: shipped ones, or the
@@ -44,7 +44,7 @@ accepted() { # ARGUMENTS of acceptance.py...
 
 if [ "${EDITION:-1}" = 2 ]; then
   from=${FROM:-models/tiny} small=${SMALL:-models} failed=0
-  second=(--seconds "${SECONDS_OF_TRAINING:-430}" --steps 20000 --workers 9)
+  second=(--seconds "${SECONDS_OF_TRAINING:-430}" --steps 20000 --workers 9 --rates "${RATES:-1}")
   judged=(--edition 2 --held-out 4242 --per-task 30 --conversations 300)
   eagle=(--edition 2 --seconds "${SECONDS_OF_EAGLE:-100}" --steps 20000 --own 12288 --workers 5 --head "$small/tiny-eagle3")
   draft=(--edition 2 --seconds "${SECONDS_OF_DRAFT:-88}" --steps 20000 --workers 8 --weights "$small/tiny-draft")

@@ -369,11 +369,11 @@ def conversations(
     makers: dict[Callable[[], Turn], float] = {
         writer.arithmetic: 4, writer.numbers: 1.5, writer.listing: 1.5, writer.spelling: 1.6, writer.reading: 1.2,
         writer.outside: 0.5, writer.story: 3, writer.picking: 2, writer.lettering: 1.6, writer.repeating: 1.2,
-        writer.comparing: 1, writer.fact: 2, writer.detail: 2, writer.talk: 1.2, writer.beyond: 2.2,
+        writer.comparing: 1, writer.fact: 2, writer.detail: 2, writer.talk: 1.2, writer.beyond: 3,
     }  # fmt: skip
     if writer.wording == "train":
         makers |= {writer.life: 2.2, writer.picking: 2.5, writer.numbers: 2, writer.listing: 2}
-        makers |= {writer.comparing: 1.5, writer.detail: 2.6, writer.talk: 1.8}
+        makers |= {writer.comparing: 1.5, writer.detail: 2.6, writer.talk: 2.6}
     size = rng.choice((1, *range(2, MOST_TURNS + 1)))
     facts = dict(zip(rng.sample(_KEYS, 2), writer.names(2), strict=True))
     told = {key: writer.value(TOLD[key][3]) for key in rng.sample(list(TOLD), 2)}

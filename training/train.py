@@ -24,8 +24,9 @@ import eagle
 import evaluate
 import torch
 import vocabulary
-from network import GptOss, block_masks, dense_masks, losses
+from network import GptOss, Packed, block_masks, dense_masks, losses
 from optimizer import Optimizer
+from torch import Tensor
 
 from halfbyte.evals.tasks import MIXTURE
 from halfbyte.lab import receipts
@@ -87,6 +88,9 @@ class Plan:
     prompt_weight: float = 0.1
     balance_weight: float = 0.01
     floor: float = 0.05  # the last rates, of the full ones
+    noise: float = (
+        0.0  # share of the tokens of replies that the network sees wrong until rates are low; what it shall say stays
+    )
     seconds: float = 0.0  # 0: all steps; otherwise shares are of this time, and training ends with it
 
 
@@ -105,6 +109,19 @@ def rate_at(plan: Plan, step: int, progress: float) -> float:
         return (step + 1) / plan.warmup
     left = (1.0 - progress) / (1.0 - plan.decay_from)
     return min(1.0, max(plan.floor, left))
+
+
+def with_noise(batch: Packed, share: float) -> Tensor:
+    """The tokens, some of those of replies replaced by the one before or by any of their row.
+
+    A network that never saw a wrong token of its own goes on with it for ever, where one is drawn by chance.
+    """
+    token = batch.token
+    reply = (batch.weight == 2) & (batch.weight.roll(1, -1) == 2)
+    drawn = torch.rand(token.shape, device=token.device)
+    order = torch.randint(token.shape[-1], token.shape, device=token.device)
+    wrong = torch.where(drawn < share / 2, token.roll(1, -1), token.gather(-1, order))
+    return torch.where(reply & (drawn < share), wrong, token)
 
 
 def fit(model: GptOss, plan: Plan, recipes: list[tuple[float, data.Recipe]], log: Log, *, workers: int, device: str,
@@ -126,7 +143,8 @@ def fit(model: GptOss, plan: Plan, recipes: list[tuple[float, data.Recipe]], log
         quantized = progress >= plan.quantize_from
         prompt_weight = plan.prompt_weight * on[progress < plan.decay_from]
         full, sliding = (block_masks if cuda else dense_masks)(batch, model.c.window)
-        h, balance, _ = model.hidden(batch.token, batch.position, full, sliding, dtype=dtype, quantized=on[quantized])
+        token = with_noise(batch, plan.noise) if plan.noise and progress < 0.8 else batch.token
+        h, balance, _ = model.hidden(token, batch.position, full, sliding, dtype=dtype, quantized=on[quantized])
         loss, reply = score(h, model.lm_head, batch, prompt_weight)
         loss = loss + plan.balance_weight * balance
         loss.backward()
@@ -200,6 +218,7 @@ def main() -> None:
         help="stages eagle, draft and evaluate: whose network and data; the second's draft model begins as --weights",
     )  # fmt: skip
     parser.add_argument("--conversations", type=int, default=400, help="held-out conversations of each kind, edition 2")
+    parser.add_argument("--rates", type=float, default=1.0, help="of the full rates, for a short stage of edition 2")
     parser.add_argument("--out", type=Path, default=Path("out/training"), help="where weights and the log go")
     parser.add_argument("--weights", type=Path, help="folder with saved weights to start from (default: --out)")
     parser.add_argument("--tokenizer", type=Path, default=Path("models/tiny/tokenizer.json"))
@@ -243,6 +262,7 @@ def main() -> None:
     if args.stage in ("second", "draft") and second:
         checkpoint.load_weights(model, source)
         plan = replace(plan, seconds=args.seconds, quantize_from=0.0, decay_from=0.3, prompt_weight=0.05, floor=0.01)
+        plan = replace(plan, noise=0.01, muon=plan.muon * args.rates, adam=plan.adam * args.rates)
         if not args.micro:
             plan = replace(plan, rows=2, length=SECOND.max_context)
     if args.stage == "evaluate":
