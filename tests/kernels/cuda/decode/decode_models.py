@@ -84,10 +84,19 @@ class Case:
     """One model with its cache, twice: one for the kernel, one for the oracle."""
 
     def __init__(
-        self, shape: StepShape, machine: KernelMachine, sequences: int, blocks: int, device: str = "cpu"
+        self,
+        shape: StepShape,
+        machine: KernelMachine,
+        sequences: int,
+        blocks: int,
+        device: str = "cpu",
+        *,
+        loudness: float = 1.0,
     ) -> None:
+        """`loudness`: what embeddings are multiplied by."""
         self.shape, self.device = shape, device
         weights = make_weights(shape)
+        weights.embed *= loudness
         pool, tables = make_cache(shape, sequences, blocks)
         rope = make_rope(blocks * 64)
         self.weights, self.pool, self.tables, self.rope = weights, pool, tables, rope

@@ -235,6 +235,15 @@ def test_a_residual_that_begins_large_is_counted_in_a_larger_unit(largest: float
     assert octaves_of(embed) == octaves
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_loud_embeddings(rows: int) -> None:
+    """The build is the same; the unit of the residual is an argument."""
+    case = Case(small(rows), Emulator(4), rows, 4, loudness=2.0**18)
+    assert case.step.args.unit > 1
+    pairs, _ = case.run([37, 12, 5, 77][:rows], [100, 30, 128, 64][:rows], list(range(rows)))
+    assert relative(*pairs["logits"]) < LOOSE
+
+
 def test_wrong_layout_is_refused() -> None:
     shape = small(1)
     weights = make_weights(shape)

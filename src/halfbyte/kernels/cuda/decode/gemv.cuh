@@ -133,6 +133,7 @@ template <int FORMAT, int ADDED> struct FromResidual {
   const u16* embed;
   const int* token;
   const u16* norm;
+  float per_unit;
   HB_DEV_MEMBER bool on(int) const { return true; }
   HB_DEV_MEMBER const u64* at(int row, int k) const { return box + (size_t)row * HIDDEN + k; }
   HB_DEV_MEMBER bool ready(int, int row, int k) const { return FIRST || contributions(box_load(at(row, k))) == ADDED; }
@@ -151,8 +152,8 @@ template <int FORMAT, int ADDED> struct FromResidual {
     return FIRST ? 0u : ((u32)r.a.x ^ all) | ((u32)r.a.y ^ all) | ((u32)r.b.x ^ all) | ((u32)r.b.y ^ all);
   }
   HB_DEV_MEMBER float take(const Raw& r, Parts& a, Parts& b) const {
-    float x[4] = {bf16_low((u32)r.a.x) * PER_UNIT, bf16_high((u32)r.a.x) * PER_UNIT, bf16_low((u32)r.b.x) * PER_UNIT,
-                  bf16_high((u32)r.b.x) * PER_UNIT}, squares = 0.f;
+    float x[4] = {bf16_low((u32)r.a.x) * per_unit, bf16_high((u32)r.a.x) * per_unit, bf16_low((u32)r.b.x) * per_unit,
+                  bf16_high((u32)r.b.x) * per_unit}, squares = 0.f;
     if (!FIRST) { x[0] = summed(r.a.x); x[1] = summed(r.a.y); x[2] = summed(r.b.x); x[3] = summed(r.b.y); }
     HB_UNROLL
     for (int i = 0; i < 4; i++) {

@@ -6,7 +6,7 @@
 //          every block reads is kept this way: a vector of 2880 is 11.5 KB, and 132 blocks fetch it at the same moment.
 // summed   fixed point above, and in the low BITS (9, or 11 for router logits) the count of contributions; the point is
 //          between the two halves of the word. Integer addition commutes, so the sum is the same in any order of
-//          arrival, and it is complete when the count is. x, mid and logits are counted in UNIT, which norms take out again.
+//          arrival, and it is complete when the count is. x, mid and logits are counted in Step::unit, which norms take out again.
 //
 // Every mailbox (sizes in shape.cuh, struct Boxes). L is the layer; "half" is one of two copies, taken in turn by layers
 // counted through the steps (half_of in step.cu), so that L writes where L - 2 wrote.

@@ -121,8 +121,8 @@ template <int FORMAT> HB_DEV void project(Worker& w, const Layer& l, int kv_head
       for (int i = 0; i < OWNED; i++) {
         const int row = owned_row(w.lane, i), m = owned_m(w.lane, i);
         if (row < w.rows && (LANE_ROWS > 1 || w.lane % 4 < 2)) {
-          const float residual = before ? summed(x[i]) : bf16_low((u32)x[i]) * PER_UNIT;
-          const float v = sum[i] * (scale_out<FORMAT>() * PER_UNIT) + (residual + bf16_low(bias[i]) * PER_UNIT);
+          const float residual = before ? summed(x[i]) : bf16_low((u32)x[i]) * p.per_unit;
+          const float v = sum[i] * (scale_out<FORMAT>() * p.per_unit) + (residual + bf16_low(bias[i]) * p.per_unit);
           if (!below(v, LIMIT)) break_row(row, AT_O);
           box_add(after + (size_t)row * HIDDEN + tile * 16 + m, contribution(v));
           const Parts y = split(v * bf16_low(norm[i]), 0.f);

@@ -25,7 +25,6 @@ from halfbyte.kernels.cuda.decode.shape import (
     OtherFormat,
     StepShape,
     build_of,
-    octaves_of,
 )
 from halfbyte.kernels.cuda.decode.step import DecodeStep, StepLayer, StepWeights, tile_router
 from halfbyte.kernels.cuda.device.host import FORMATS, gpu
@@ -162,7 +161,6 @@ class WholeStep(CudaPhase):
         spec, arch = b.spec, current_arch()
         rope = torch.cat(rope_table(*b.rope, torch.arange(spec.max_context)), -1).contiguous().to(weights.embed.device)
         none = torch.zeros((1, 1), dtype=torch.int32, device=rope.device)  # of tables: every launch names its own
-        octaves = octaves_of(weights.embed)
         steps: dict[tuple[int, ...], DecodeStep] = {}
 
         def step_for(rows: int) -> DecodeStep:
@@ -170,7 +168,7 @@ class WholeStep(CudaPhase):
             key = (rows, *(p.data_ptr() for p in pages))
             if key not in steps:
                 steps[key] = DecodeStep(
-                    replace(self.shape(spec, arch, rows), octaves=octaves),
+                    self.shape(spec, arch, rows),
                     weights,
                     gpu(),
                     pool=pages,

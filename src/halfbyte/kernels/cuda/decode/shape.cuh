@@ -53,7 +53,6 @@ constexpr int SETS = ROWS / LANE_ROWS;
 constexpr int GROUPS_AT_ONCE = 4 / LANE_ROWS;   // k groups that share one accumulator, in columns of their own
 constexpr int SPLITS = HB_SPLITS;                // most parts a sequence's keys are cut into
 constexpr int ROUTER_COPIES = 4;                // of the logit accumulators, against contention
-constexpr float UNIT = (float)(1ull << HB_OCTAVES), PER_UNIT = 1.f / UNIT;  // of the residual: 1, or more if it is unusually large
 constexpr bool ACQUIRE = HB_ACQUIRE;            // one thread of a block acquires in every phase: see mailbox.cuh
 constexpr bool KEEP_SHARED = HB_KEEP_SHARED;    // what several blocks copy stays in L2: a window's pages, the router's columns
 constexpr int ROUTER_SETS = 3, ROUTER_WARPS = WORKERS / ROUTER_SETS;  // of warps, that take the tiles in turn
@@ -169,6 +168,7 @@ struct Step {
   float* taps;                         // [bits of tap_layers][rows][HIDDEN] (HB_TAPS)
   u64 tap_layers;                      // bit b: the residual that enters layer b; of LAYERS: that leaves the last one
   float norm_eps, swiglu_limit, swiglu_alpha;
+  float unit, per_unit;                // of the residual: 1, or a larger power of two if embeddings are unusually large
   int rows;                            // rows in use, at most ROWS
   int max_blocks, page_layers;
   int advance;                         // 1: feed the argmax back and move one position on
@@ -181,7 +181,7 @@ HB_MIRRORED(Layer, qkv, o, gate_up, down, qkv_bias, o_bias, gate_up_bias, down_b
 #endif
 HB_MIRRORED(Step, layers, embed, final_norm, head, tokens, positions, row_seq, sliding_table, full_table, pool, rope, logits_out,
             next_tokens, box.x, box.mid, box.logits, box.qkv, box.part, box.h, box.best, box.broken, control, failure, trace, taps, tap_layers, norm_eps,
-            swiglu_limit, swiglu_alpha, rows, max_blocks, page_layers, advance)
+            swiglu_limit, swiglu_alpha, unit, per_unit, rows, max_blocks, page_layers, advance)
 
 struct Routing {
   int count;                  // distinct experts of all rows

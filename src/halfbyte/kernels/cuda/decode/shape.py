@@ -27,7 +27,7 @@ ROUTER_SETS, MOST_CONTRIBUTIONS = 3, 2047  # to a router logit: one of each set 
 ROW_SIZES = (1, 2, 4, 8)
 MOST_TAPS = 8  # boundaries of layers whose residual a step leaves
 # A residual that begins with embeddings of this size leaves room in 31 bits for what layers add and routers multiply.
-# One that begins larger is counted in a unit that makes it 2^USUAL_OCTAVES: a build of its own.
+# One that begins larger is counted in a unit that makes it 2^USUAL_OCTAVES.
 LARGEST_EMBEDDING, USUAL_OCTAVES, MOST_OCTAVES = 2.0**14, 8, 60
 LARGE_BLOCK = 200_000  # bytes of shared memory from which the ring of a data centre's GPU fits
 
@@ -101,7 +101,7 @@ class StepArgs(ctypes.Structure):
         *fields(POINTER, *(f"box_{name}" for name in BOXES)),
         *fields(POINTER, "control", "failure", "trace", "taps"),
         *fields(LONG, "tap_layers"),
-        *fields(FLOAT, "norm_eps", "swiglu_limit", "swiglu_alpha"),
+        *fields(FLOAT, "norm_eps", "swiglu_limit", "swiglu_alpha", "unit", "per_unit"),
         *fields(INT, "rows", "max_blocks", "page_layers", "advance"),
     ]
 
@@ -143,7 +143,6 @@ class StepShape:
     nap: int = 20  # nanoseconds between two looks into a mailbox
     probe: int = -1  # 1: who waits for a vector looks at a few words of it; 0: at all of them; -1: as was fastest
     splits: int = SPLITS  # most parts a sequence's keys are cut into
-    octaves: int = 0  # of the unit that the residual is counted in (`octaves_of`)
     acquire: bool = False  # one thread of a block acquires in every phase (mailbox.cuh)
     keep_shared: bool = False  # what several blocks copy stays in L2
     digits: bool = False  # experts by products of a warpgroup, x in two E4M3 digits, weights in tile16_e5m2 (SM90)
@@ -267,7 +266,6 @@ class StepShape:
             "NAP": self.nap,
             "PROBE": tuning.probe if self.probe < 0 else self.probe,
             "SPLITS": self.splits,
-            "OCTAVES": self.octaves,
             "ACQUIRE": int(self.acquire),
             "KEEP_SHARED": int(self.keep_shared),
             "KV_FP8": int(self.kv == "fp8"),

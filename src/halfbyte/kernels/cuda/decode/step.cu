@@ -345,7 +345,7 @@ HB_PHASE void feed() {
 template <int FORMAT, int ADDED> HB_DEV FromResidual<FORMAT, ADDED> residual(const Worker& w, const u64* box, const u16* norm) {
   FromResidual<FORMAT, ADDED> s;
   s.box = box;
-  s.embed = w.p.embed; s.token = w.sh.token; s.norm = norm;
+  s.embed = w.p.embed; s.token = w.sh.token; s.norm = norm; s.per_unit = w.p.per_unit;
   return s;
 }
 // HB_TAPS: the residual that enters a layer, for whoever asked for it. The blocks with tiles of the phase that has read it
@@ -359,7 +359,7 @@ template <bool FIRST> HB_DEV void write_tap(const Worker& w, int tiles) {
   float* out = w.p.taps + (size_t)(popcount((u32)before) + popcount((u32)(before >> 32))) * count;
   HB_ROLLED
   for (int i = w.block * WORK_THREADS + w.thread; i < count; i += blocks * WORK_THREADS)
-    out[i] = FIRST ? bf16_at(w.p.embed, (size_t)w.sh.token[i / HIDDEN] * HIDDEN + i % HIDDEN) : UNIT * summed(box_load(x + i));
+    out[i] = FIRST ? bf16_at(w.p.embed, (size_t)w.sh.token[i / HIDDEN] * HIDDEN + i % HIDDEN) : w.p.unit * summed(box_load(x + i));
 #endif
   (void)w; (void)tiles;
 }
@@ -489,7 +489,7 @@ EXPERT_PHASE State phase_down(State state, int layer) {
       [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
         const int k = place_of(r, row, index);
         if (k < 0) return;
-        const float v = r.weight[row][k] * (sum[0] + bf16_low(bias.a)) * PER_UNIT;
+        const float v = r.weight[row][k] * (sum[0] + bf16_low(bias.a)) * p.per_unit;
         if (!below(v, LIMIT)) break_row(row, AT_DOWN);
         box_add(next + (size_t)row * HIDDEN + (base + tile) * 16 + m, contribution(v));
       });
@@ -535,7 +535,7 @@ HB_PHASE void phase_leave(State state) {
   HB_ROLLED
   for (int i = w.thread; i < w.rows * HIDDEN; i += WORK_THREADS) {
     const u32 broken = (u32)box_load(w.p.box.broken + i / HIDDEN);
-    w.p.logits_out[i] = broken ? as_float(NOT_A_NUMBER | broken) : UNIT * summed(box_load(x + i));
+    w.p.logits_out[i] = broken ? as_float(NOT_A_NUMBER | broken) : w.p.unit * summed(box_load(x + i));
   }
   end_step(w);
 }

@@ -27,6 +27,7 @@ from halfbyte.kernels.cuda.decode.shape import (
     StepArgs,
     StepShape,
     build_of,
+    octaves_of,
 )
 from halfbyte.kernels.cuda.device.host import KernelMachine, pointer
 
@@ -120,6 +121,7 @@ class DecodeStep:
             "best": zeros(r),
             "broken": zeros(r),
         }
+        octaves = octaves_of(weights.embed)
         table = (shape.layer_args * shape.layers)()
         for i, (args, layer) in enumerate(zip(table, weights.layers)):
             for name in LAYER_FIELDS:
@@ -146,9 +148,11 @@ class DecodeStep:
             failure=machine.failure.data_ptr(),
             trace=self.trace.data_ptr() if self.trace is not None else None,
             taps=self.taps.data_ptr(),
-            norm_eps=norm_eps / 4.0**shape.octaves,  # norms see the residual in its unit
+            norm_eps=norm_eps / 4.0**octaves,  # norms see the residual in its unit
             swiglu_limit=swiglu_limit,
             swiglu_alpha=swiglu_alpha,
+            unit=2.0**octaves,
+            per_unit=2.0**-octaves,
             rows=r,
             max_blocks=tables[0].shape[1],
             page_layers=pools[0].shape[1],
