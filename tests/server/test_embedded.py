@@ -63,17 +63,17 @@ def test_the_demo_has_a_conversation_and_calls_a_function_for_any_day(
         assert (call[0], json.loads(call[1])) == ("get_weather", {"city": city})
 
 
-def test_reasoning_that_never_ends_is_ended_and_answered(live: Live) -> None:
+def test_reasoning_that_does_not_end_is_ended_and_answered(live: Live) -> None:
     special = live.service.tokenizer.special
     bias = {str(special[name]): -100 for name in ("<|end|>", "<|call|>")}
-    endless = chat(live, SUM, reasoning_effort="high", logit_bias=bias, max_tokens=100)
-    assert (endless.choices[0].message.content, endless.choices[0].finish_reason) == ("", "length")
+    longer = chat(live, SUM, reasoning_effort="high", logit_bias=bias, max_tokens=58)
+    assert (longer.choices[0].message.content, longer.choices[0].finish_reason) == ("", "length")
     for choices in (1, 3):
-        body = {"reasoning": {"max_tokens": 61}}
+        body = {"reasoning": {"max_tokens": 50}}
         out = chat(live, SUM, reasoning_effort="high", logit_bias=bias, max_tokens=100, n=choices, extra_body=body)
         assert [c.message.content for c in out.choices] == ["17 + 25 = 42."] * choices
         assert {c.finish_reason for c in out.choices} == {"stop"}
-        assert out.usage.completion_tokens_details.reasoning_tokens == 61 * choices
+        assert out.usage.completion_tokens_details.reasoning_tokens == 50 * choices
         assert out.usage.reasoning_cut
 
 
