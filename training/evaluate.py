@@ -1,16 +1,18 @@
 """Score a network in training on the held-out suite: its bf16 parent, as shipped, and broken on purpose.
 
 `judge` decodes greedily and wants a GPU. `python training/evaluate.py --weights FOLDER` prints the same table on any
-machine, teacher-forced: a reply counts as right where every token of the worked one is the network's first choice.
+machine, teacher-forced: a reply counts as right where every token of the worked one is the network's first choice. With
+`--answers FILE` the engine answers the second edition's problems on any machine instead, shipped weights alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,10 +23,15 @@ from network import Ablation, GptOss
 from phrasings import Split
 from second_edition import held_out_problems
 
+from halfbyte import Engine
+from halfbyte.engine.request import SamplingParams
 from halfbyte.evals.problem import Frame
 from halfbyte.evals.reading import needle
 from halfbyte.evals.suite import MAX_TOKENS, Suite, SuiteReport, read_reply
 from halfbyte.evals.tasks import TASKS
+from halfbyte.lab import receipts
+from halfbyte.lab.measure.accuracy import accuracy_result
+from halfbyte.lab.result import Cell, Result
 from halfbyte.model.tokenizer import Tokenizer
 
 ABLATIONS = {
@@ -39,6 +46,9 @@ ABLATIONS = {
 BREAKS = ("arithmetic", "lists", "repeat", "reading", "needle", "extract", "tool_call")  # tasks that show it
 NEEDLE = (60, 70)  # sentences of a haystack when teacher-forced: 600 tokens, past window and original context
 BUDGET = 400_000  # tokens of prompt in one batch
+
+
+Answers = Callable[[Suite, int], dict[tuple[int, ...], list[int]]]  # prompt -> completion of so many tokens at most
 
 
 def completions(
@@ -70,13 +80,18 @@ def strange_calls(tok: Tokenizer, suite: Suite, answers: dict[tuple[int, ...], l
 
 
 def judge_second(
-    model: GptOss, tokenizer: Path, conversations: int, per_task: int, file: Path, *, seed: int, micro: bool = False
+    answers_of: Answers,
+    tok: Tokenizer,
+    conversations: int,
+    per_task: int,
+    file: Path,
+    *,
+    seed: int,
+    micro: bool = False,
 ) -> dict[str, Any]:
     """The second edition's problems with names that training never has, phrasings seen or not; the hundred natural
-    questions; the first edition's tasks. Rounds the model's experts to MXFP4 in place. `file` is written after each
-    of these, so that what is done survives an end in the middle."""
-    tok = Tokenizer.from_file(tokenizer)
-    model.round_experts()
+    questions; the first edition's tasks. `file` is written after each of these, so that what is done survives an end in
+    the middle."""
     suites = {"natural": Suite("natural")}
     wordings: tuple[Split, ...] = ("train", "held-out")
     for wording in wordings:
@@ -91,7 +106,7 @@ def judge_second(
     out: dict[str, Any] = {}
     for name, suite in suites.items():
         began = time.time()
-        answers = completions(model, tok, suite, Ablation(), 4 if micro else MAX_TOKENS)
+        answers = answers_of(suite, 4 if micro else MAX_TOKENS)
         report = suite.run(tok, lambda asked, _, known=answers: [known[tuple(p)] for p in asked])
         print(f"== {name} ({time.time() - began:.0f} s)\n{report.table()}", flush=True)
         shown = report.to_json()
@@ -101,6 +116,31 @@ def judge_second(
         out[name] = shown
         file.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
     return out
+
+
+def accuracy_results(reports: dict[str, Any], name: str, path: str, dtype: str) -> list[Result]:
+    """A result for each run of a judge."""
+    return [
+        accuracy_result(
+            report,
+            Cell(
+                "accuracy", name, path=path,
+                shape={"run": run, "dtype": dtype, "suite": report["suite"], "seed": report["seed"]},
+            ),
+        )
+        for run, report in reports.items()
+    ]  # fmt: skip
+
+
+def answers_of_engine(engine: Engine, suite: Suite, max_tokens: int) -> dict[tuple[int, ...], list[int]]:
+    """Prompt -> completion, by the engine."""
+    answers: dict[tuple[int, ...], list[int]] = {}
+    prompts = sorted({tuple(item.prompt) for item in suite.items(engine.tokenizer)}, key=len)
+    for i in range(0, len(prompts), 64):
+        part = prompts[i : i + 64]
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        answers |= zip(part, (c.tokens for c in engine.generate([list(p) for p in part], sampling)))
+    return answers
 
 
 def judge(
@@ -163,8 +203,21 @@ def main() -> None:
     parser.add_argument("--per-task", type=int, default=40)
     parser.add_argument("--seed", type=int, default=5000)
     parser.add_argument("--only", help="bf16 parent, mxfp4, or the name of an ablation")
+    parser.add_argument("--answers", type=Path, help="write here what the engine answers; instead of all else")
+    parser.add_argument("--conversations", type=int, default=300, help="of each kind, with --answers")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.answers:
+        with Engine(str(args.weights), preset="exact", max_seqs=16) as engine:
+            answer = functools.partial(answers_of_engine, engine)
+            reports = judge_second(
+                answer, engine.tokenizer, args.conversations, args.per_task, args.answers, seed=args.seed
+            )
+        results = accuracy_results(reports, "tiny", "engine, exact", "float32")
+        receipts.result_file("training/evaluate.py --answers", results, receipts.weights(args.weights)).write(
+            args.answers
+        )
+        return
     tok, model = Tokenizer.from_file(args.tokenizer), GptOss(SECOND if args.edition == 2 else TINY)
     checkpoint.load_weights(model, args.weights)
     for name, ablation in ({"bf16 parent": Ablation(), "mxfp4": Ablation()} | ABLATIONS).items():

@@ -24,15 +24,14 @@ import eagle
 import evaluate
 import torch
 import vocabulary
-from network import GptOss, Packed, block_masks, dense_masks, losses
+from network import Ablation, GptOss, Packed, block_masks, dense_masks, losses
 from optimizer import Optimizer
 from torch import Tensor
 
 from halfbyte.evals.tasks import MIXTURE
 from halfbyte.lab import receipts
-from halfbyte.lab.measure.accuracy import accuracy_result
-from halfbyte.lab.result import Cell
 from halfbyte.model.config import ModelConfig, Yarn
+from halfbyte.model.tokenizer import Tokenizer
 
 TINY = ModelConfig(
     layers=8, hidden=256, intermediate=192, experts=16, top_k=4, heads=8, kv_heads=2, head_dim=64, vocab=2048,
@@ -288,9 +287,11 @@ def main() -> None:
         checkpoint.save_weights(model, args.out)
         checkpoint.load_weights(model, args.out)  # judge what was saved, rounded to bf16
     if second and args.stage != "draft" and args.conversations:
+        tok = Tokenizer.from_file(args.tokenizer)
+        model.round_experts()
         reports = evaluate.judge_second(
-            model, args.tokenizer, args.conversations, args.per_task, args.out / "second.json",
-            seed=args.held_out, micro=args.micro,
+            lambda suite, most: evaluate.completions(model, tok, suite, Ablation(), most),
+            tok, args.conversations, args.per_task, args.out / "second.json", seed=args.held_out, micro=args.micro,
         )  # fmt: skip
     elif args.per_task == 0:
         return
@@ -299,16 +300,7 @@ def main() -> None:
             model, args.tokenizer, args.per_task, ablations=args.ablations, seed=args.held_out, micro=args.micro
         )
     dtype = "bfloat16" if device == "cuda" else "float32"
-    results = [
-        accuracy_result(
-            report,
-            Cell(
-                "accuracy", model.c.name, path="training's network",
-                shape={"run": run, "dtype": dtype, "suite": report["suite"], "seed": report["seed"]},
-            ),
-        )
-        for run, report in reports.items()
-    ]  # fmt: skip
+    results = evaluate.accuracy_results(reports, model.c.name, "training's network", dtype)
     file = receipts.result_file("training/train.py --stage evaluate", results, shipped_hashes(model))
     file.write(args.out / "evaluation.json")
 

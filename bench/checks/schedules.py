@@ -371,13 +371,15 @@ def schedules(run: Run, options: Options) -> None:
     per_kind = -(-options.schedules // len(kinds))
     parts = max(1, -(-options.jobs // len(kinds)))
     until = time.time() + options.seconds
+    repeated: list[tuple[Any, ...]] = []  # first of all, since they are few and nothing counts without them
     cases: list[tuple[Any, ...]] = []
     for number, (preset, threads) in enumerate(kinds):
         first, page_size = options.first + number * per_kind, 64 if number % 2 else 16
         bounds = [first + per_kind * part // parts for part in range(parts + 1)]
         facts = (preset, threads, page_size)
         cases += [(*facts, begin, end, True) for begin, end in itertools.pairwise(bounds)]
-        cases.append((*facts, first, min(first + RESTARTED, first + per_kind), False))
+        repeated.append((*facts, first, min(first + RESTARTED, first + per_kind), False))
+    cases = repeated + cases
     shared = (options.requests, options.device, options.methods, until)
     outcomes = run_cases(play_part, cases, *shared, jobs=options.jobs, seconds=options.seconds + GRACE_S)
     waiting = Counter(case[:2] for case in cases)
@@ -407,7 +409,7 @@ def play_part(
     digests: list[str] = []
     start = time.perf_counter()
     for seed in range(first, end):
-        if time.time() > until:
+        if full and time.time() > until:
             break
         schedule = run_schedule(machine, seed, requests=requests)
         events += schedule.events

@@ -8,15 +8,16 @@ from bench.measurement import Row, commands
 command = commands(__name__)
 
 command(
-    "eval-trained", "python training/train.py --stage evaluate", seconds=7200, receipt=False, routine=False,
+    "eval-trained", "python training/evaluate.py --answers FILE --conversations 300 --per-task 30 --seed 4242",
+    seconds=300, receipt=False, routine=False,
     rows=(
-        Row("embedded model: natural questions, right", "accuracy", "mean", path="training's network", model="tiny",
+        Row("embedded model: natural questions, right", "accuracy", "mean", path="engine, exact", model="tiny",
             shape={"run": "natural"}),
         Row("embedded model: conversations with unseen names, seen / new phrasings", "accuracy", "mean",
-            path="training's network", model="tiny", shape={"seed": 4242}, over="run",
+            path="engine, exact", model="tiny", shape={"seed": 4242}, over="run",
             values=("conversations, seen phrasings, new names", "conversations, new phrasings, new names")),
         Row("embedded model: the first edition's tasks, an unseen seed", "accuracy", "mean",
-            path="training's network", model="tiny", shape={"seed": 4242, "run": "first edition's tasks"}),
+            path="engine, exact", model="tiny", shape={"seed": 4242, "run": "first edition's tasks"}),
     ),
 )  # fmt: skip
 command(

@@ -81,8 +81,9 @@ def test_fast_on_the_embedded_model(tmp_path: Path) -> None:
 
 
 def test_a_worse_preset_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sinks switched off in the disguise of a preset."""
-    monkeypatch.setitem(gates_.PRESETS, "worse", Preset(Gates(sinks="off"), "planted"))
+    """Sinks switched off and activations in four bits, in the disguise of a preset."""
+    gates = Gates(sinks="off", activation="mxfp4", moe_kernel="reference", linear_kernel="reference")
+    monkeypatch.setitem(gates_.PRESETS, "worse", Preset(gates, "planted"))
     report = check(options=QualityOptions(presets=("worse",), lengths=(512,)))
     assert report.verdict == FAIL
     assert OWN in report.candidates[0].worst
