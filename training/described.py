@@ -173,10 +173,12 @@ class Described(Forms):
         given = [(n, k) for n, k, needed in rows if needed or rng.random() < 0.6]
         arguments = {n: self._value(k) for n, k in given}
         wording = rng.choice(GIVEN)
-        parts = []
+        parts, matched = [], ""  # of the question; of the thought, which says which parameter each value is
         for n, v in rng.sample(list(arguments.items()), len(arguments)):
             said = wording if rng.random() < 0.7 else rng.choice(GIVEN)
-            parts.append(said.format(p=_spoken(n) if rng.random() < 0.8 else n, v=_said(v, rng.random())))
+            value = _said(v, rng.random())
+            parts.append(said.format(p=_spoken(n) if rng.random() < 0.8 else n, v=value))
+            matched += f" {value} is {n}."
         begin, between, last = rng.choice(JOINED)
         listed = between.join(parts[:-1]) + (last if len(parts) > 1 else "") + parts[-1] if parts else ""
         listed = f"{begin}{listed}{')' if begin == ' (' else ''}" if listed else ""
@@ -187,10 +189,11 @@ class Described(Forms):
             question = question[:-1]
         tags = (f"{len(tools)} function{'s' * (len(tools) > 1)}", "fits" if fits else "none fits", "described")
         if not fits:
-            reply = (think("No function fits."), final("I have no function for that."))
+            reply = (think(f"Asked: {verb} {thing}. No function fits."), final("I have no function for that."))
             return Turn("described", (user(question),), reply, template, {}, (), Grade(refusal=True), tags, tools)
         ordered = {n: arguments[n] for n in json.loads(json.dumps(tool.parameters))["properties"] if n in arguments}
-        thought = think(f"The user wants this: {tool.description.rstrip('.')}. I call {tool.name}.")
+        wanted = f"Asked: {verb} {thing}. The user wants this: {tool.description.rstrip('.')}."
+        thought = think(f"{wanted} I call {tool.name}.{matched}")
         return Turn(
             "described",
             (user(question),),

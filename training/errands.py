@@ -226,6 +226,11 @@ def shown(values: dict[str, Any]) -> dict[str, Any]:
     return {slot: ", ".join(map(str, v)) if isinstance(v, list) else v for slot, v in values.items()}
 
 
+def matched(values: dict[str, Any], parameters: dict[str, str]) -> str:
+    """What a thought says of values in the order of the question: which parameter each of them is."""
+    return "".join(f" {v} is {parameters[slot]}." for slot, v in shown(values).items())
+
+
 class Errands(Lives):
     """Turns with functions and schemas in everyday wording."""
 
@@ -273,7 +278,11 @@ class Errands(Lives):
         if slot == "person" and rng.random() < 0.15:
             return f"{self.lookalike().capitalize()} {rng.choice(('Le', 'Van', 'De', 'von', 'di'))} {self.lookalike().capitalize()}"
         kind = SLOTS[slot][1]
-        return rng.choice(ENUMS[kind]) if kind in ENUMS else self.name()
+        if kind in ENUMS:
+            return rng.choice(ENUMS[kind])
+        if self.wording == "train" and rng.random() < 0.05:  # a code that begins with a digit
+            return f"{rng.randint(0, 99)}{rng.choice('ABCDEFGHKLMNPRSTUVWXZ')}{rng.choice(('-', '', '/'))}{rng.randint(1, 9999)}"
+        return self.name()
 
     def offered(self, count: int) -> list[Errand]:
         rng, made = self.rng, []
@@ -357,7 +366,7 @@ class Errands(Lives):
         if chosen.wrapped:
             arguments = {"query": arguments}
         made = call(chosen.tool.name, arguments)
-        thought = think(f"The user wants this: {row[2]} I call {chosen.tool.name}.")
+        thought = think(f"The user wants this: {row[2]} I call {chosen.tool.name}.{matched(drawn, chosen.parameters)}")
         if rng.random() < 0.65:
             return Turn("errand", (user(question),), (thought, made), template, {}, names, tags=tags, tools=tools)
         return self.outcome(question, template, (thought, made), chosen.tool.name, tags, tools)
@@ -387,18 +396,19 @@ class Errands(Lives):
         if len(offered) < 2:
             return []
         first, second = self.rng.sample(offered, 2)
-        parts, calls = [], []
+        parts, calls, thoughts = [], [], []
         for e in (first, second):
             template = self.errand_asked(e.row)
             drawn = {slot: self.slot_value(slot) for slot in dict.fromkeys(re.findall(r"{(\w+)}", template))}
             parts.append(template.format(**shown(drawn)))
             arguments = {e.parameters[s]: CODES.get(v, v) if isinstance(v, str) else v for s, v in drawn.items()}
             calls.append(call(e.tool.name, {"query": arguments} if e.wrapped else arguments))
+            said = f"The user wants this: {e.row[2]} I call {e.tool.name}.{matched(drawn, e.parameters)}"
+            thoughts.append(think(said))
         question = f"{parts[0]} {self.rng.choice(('And then', 'After that', 'Then', 'Also'))}: {parts[1]}"
         tools = tuple(e.tool for e in offered)
         values = self.names(2)
         outcomes = [result(c.function, {"answer": v}) for c, v in zip(calls, values, strict=True)]
-        thoughts = [think(f"The user wants this: {e.row[2]} I call {e.tool.name}.") for e in (first, second)]
         asked = user(question)
         tags = ("two calls", "everyday")
         final_reply = (

@@ -419,7 +419,7 @@ def conversations(
     if kind < 0.16:
         offer = writer.tool_offer()
         makes = lambda: writer.tool_call(offer)  # noqa: E731
-    elif kind < 0.36 and writer.wording == "train" and rng.random() < 0.4:
+    elif kind < 0.36 and writer.wording == "train" and rng.random() < 0.5:
         functions = writer.described()
         makes = lambda: writer.described_call(functions)  # noqa: E731
     elif kind < 0.36:
