@@ -91,12 +91,17 @@ class Case:
         blocks: int,
         device: str = "cpu",
         *,
-        loudness: float = 1.0,
+        octaves: int = 0,
     ) -> None:
-        """`loudness`: what embeddings are multiplied by."""
+        """`octaves`: by which all that is added to the residual is louder."""
         self.shape, self.device = shape, device
         weights = make_weights(shape)
-        weights.embed *= loudness
+        weights.embed *= 2.0**octaves
+        for layer in weights.layers:
+            for matrix, bias in ((layer.o, layer.o_bias), (layer.down, layer.down_bias)):
+                if octaves:
+                    matrix[..., 512:] += octaves  # the codes of the scales
+                bias *= 2.0**octaves
         pool, tables = make_cache(shape, sequences, blocks)
         rope = make_rope(blocks * 64)
         self.weights, self.pool, self.tables, self.rope = weights, pool, tables, rope
