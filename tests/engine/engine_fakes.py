@@ -100,6 +100,9 @@ class FakeRunner:
     def stage_page(self, content: memoryview) -> memoryview:
         return content
 
+    def page_buffer(self) -> memoryview:
+        return memoryview(bytearray(self.store[0].nbytes))
+
     def write_pages(self, pages: list[int], contents: list[memoryview]) -> list[tuple[int, float]]:
         for page, content in zip(pages, contents, strict=True):
             self.store[page] = np.frombuffer(content, np.int64)

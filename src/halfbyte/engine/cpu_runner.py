@@ -53,6 +53,10 @@ class CpuRunner:
     def stage_page(self, content: memoryview) -> memoryview:
         return content
 
+    def page_buffer(self) -> memoryview:
+        assert self.memory is not None
+        return self.memory.buffer()
+
     def write_pages(self, pages: list[int], contents: list[memoryview]) -> list[tuple[int, float]]:
         assert self.memory is not None
         self._to_clear = [(number, [p for p in cleared if p not in pages]) for number, cleared in self._to_clear]

@@ -107,6 +107,10 @@ class DeviceRunner:
         assert self.memory is not None
         return self.memory.stage(content)
 
+    def page_buffer(self) -> memoryview:
+        assert self.memory is not None
+        return self.memory.buffer()
+
     def write_pages(self, pages: list[int], contents: list[memoryview]) -> list[tuple[int, float]]:
         assert self.memory is not None
         try:

@@ -28,7 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Bytes = NDArray[np.uint8]
-DOWN_BYTES, UP_BYTES = 16 << 20, 256 << 20  # of pinned memory: pages read at once, and pages that are staged
+# Of pinned memory: pages read at once; pages that are staged, which are those read ahead (AHEAD_BYTES of the tiers) and
+# those on their way in two steps.
+DOWN_BYTES, UP_BYTES = 16 << 20, 384 << 20
 
 
 class PageMemory:
@@ -58,6 +60,10 @@ class PageMemory:
         """Copy the bytes to where `write` takes them from without delay."""
         assert len(content) == self.page_bytes
         return content if self._arrays else self._on_device().stage(content)
+
+    def buffer(self) -> memoryview:
+        """Room for a page's bytes, from where `write` takes them without delay."""
+        return np.empty(self.page_bytes, np.uint8).data if self._arrays else self._on_device().buffer()
 
     def write(self, pages: Sequence[int], contents: Sequence[memoryview]) -> list[tuple[int, float]]:
         """Fill pages before the next step. Returns bytes and seconds of copies that are complete: on a GPU earlier
@@ -128,6 +134,9 @@ class DeviceCopies:
         page = self._staged.take()
         page[:] = np.frombuffer(content, np.uint8)
         return page.data
+
+    def buffer(self) -> memoryview:
+        return self._staged.take().data
 
     def write(self, pages: Sequence[int], contents: Sequence[memoryview]) -> list[tuple[int, float]]:
         complete: list[tuple[int, float]] = []

@@ -441,12 +441,12 @@ class PrefixTiers:
             return self._runner.stage_page(content), MEMORY
         if self.store is None:
             return None, DISK
+        buffer = self._runner.page_buffer()
         start = time.perf_counter()
-        data = self.store.read(key)
-        if data is None:
-            return None, DISK
-        self.speeds.learn("disk", len(data) * READERS / max(1e-9, time.perf_counter() - start), PAGE_WEIGHT)
-        return self._runner.stage_page(memoryview(data)), DISK
+        content = self.store.read(key, buffer)
+        if content is not None:
+            self.speeds.learn("disk", len(content) * READERS / max(1e-9, time.perf_counter() - start), PAGE_WEIGHT)
+        return content, DISK
 
     def _in_memory(self, key: bytes) -> memoryview | None:
         if self._memory is None:
@@ -506,7 +506,8 @@ class PrefixTiers:
         if self.store is not None and len(self.store):
             keys = cycle(self.store.sample(1 + MEASURE_BYTES // size))
             store = self.store
-            self.speeds.disk = READERS * size / self._seconds(lambda: store.read(next(keys)))
+            buffer = runner.page_buffer()
+            self.speeds.disk = READERS * size / self._seconds(lambda: store.read(next(keys), buffer))
 
     def _seconds(self, copy: Callable[[], object]) -> float:
         """The seconds that one page takes."""

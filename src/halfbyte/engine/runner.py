@@ -74,6 +74,10 @@ class MovesPages(Protocol):
         """Copy the bytes to where `write_pages` takes them from without delay, if they are not there; in any thread."""
         ...
 
+    def page_buffer(self) -> memoryview:
+        """Room for a page's bytes where `write_pages` takes them from without delay; in any thread."""
+        ...
+
     def write_pages(self, pages: list[int], contents: list[memoryview]) -> list[tuple[int, float]]:
         """Fill pages that no sequence holds with staged contents, before the next step; called in the thread of the
         steps. Returns bytes and seconds of copies that are complete, which may be earlier ones."""

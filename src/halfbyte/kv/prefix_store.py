@@ -151,14 +151,18 @@ class PrefixStore:
         """Whether this store has the lock."""
         return self._lock is not None
 
-    def read(self, key: bytes) -> bytes | None:
+    def read(self, key: bytes, buffer: memoryview | None = None) -> memoryview | None:
+        """A page's bytes, in `buffer` if there is one; None if they are not there, and then it holds anything."""
         with self._mutex:
             entry = self._index.get(key)
             segment = None if entry is None else self._segments.get(entry.segment)
         if entry is None or segment is None:
             return None
+        assert segment.layout is not None
+        content = memoryview(bytearray(segment.layout.page_bytes)) if buffer is None else buffer
         try:
-            return read_payload(self._files, segment, entry)
+            read_payload(self._files, segment, entry, content)
+            return content
         except (DamagedSegmentError, OSError) as e:  # of which one that was replaced is a kind
             with self._mutex:
                 if self._index.get(key) is entry:
@@ -488,7 +492,8 @@ class PrefixStore:
                 for record in scan(self._files, again):
                     if record.kind == PAGE:
                         try:
-                            read_payload(self._files, again, record.entry)
+                            assert again.layout is not None
+                            read_payload(self._files, again, record.entry, bytearray(again.layout.page_bytes))
                         except DamagedSegmentError as e:
                             self._report(again, e)
                             continue

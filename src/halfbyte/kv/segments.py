@@ -145,14 +145,14 @@ def scan(files: FileLayer, segment: Segment) -> Iterator[SegmentRecord]:
         os.close(fd)
 
 
-def read_payload(files: FileLayer, segment: Segment, entry: PageEntry) -> bytes:
-    """A page's bytes. Raises DamagedSegmentError unless they are those that were written."""
+def read_payload(files: FileLayer, segment: Segment, entry: PageEntry, buffer: Bytes) -> None:
+    """A page's bytes, into a buffer of their size. DamagedSegmentError if they are not those that were written."""
     assert segment.layout is not None
+    assert len(buffer) == segment.layout.page_bytes
     fd = files.open(segment.path)
     try:
-        payload = os.pread(fd, segment.layout.page_bytes, entry.offset)
-        if len(payload) == segment.layout.page_bytes and checksums(payload) == entry.checksums:
-            return payload
+        if os.preadv(fd, [buffer], entry.offset) == len(buffer) and checksums(buffer) == entry.checksums:
+            return
         if not _is_same(fd, segment):
             raise ReplacedSegmentError("it was replaced")
         raise DamagedSegmentError(f"the page at byte {entry.offset} is damaged")

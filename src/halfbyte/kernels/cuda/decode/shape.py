@@ -26,9 +26,9 @@ SPLITS = 16  # most parts of a sequence, where a kv head has enough blocks for t
 ROUTER_SETS, MOST_CONTRIBUTIONS = 3, 2047  # to a router logit: one of each set of every block (mailbox.cuh)
 ROW_SIZES = (1, 2, 4, 8)
 MOST_TAPS = 8  # boundaries of layers whose residual a step leaves
-# A residual is counted in fixed point, 31 bits before the point and 23 behind it. One whose largest embedding lies between
-# these two leaves room for what layers add and routers multiply, and has bits to spare. One that begins larger is counted in
-# a unit that makes it 2^USUAL_OCTAVES, one that begins smaller in a unit that makes it 1.
+# A residual is counted in fixed point, 31 bits before the point and 23 behind it. One whose largest embedding lies
+# between these two leaves room for what layers add and routers multiply, and has bits to spare. One that begins larger
+# is counted in a unit that makes it 2^USUAL_OCTAVES, one that begins smaller in a unit that makes it 1.
 LARGEST_EMBEDDING, USUAL_OCTAVES, MOST_OCTAVES = 2.0**14, 8, 60
 SMALLEST_EMBEDDING = 2.0**-2
 LARGE_BLOCK = 200_000  # bytes of shared memory from which the ring of a data centre's GPU fits
