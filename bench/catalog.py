@@ -23,6 +23,7 @@ MODULES = (
     "bench.engine.training",
     "bench.checks.teacher_forced",
     "bench.checks.verification",
+    "bench.checks.one_function",
     "bench.checks.schedules",
     "bench.checks.soak",
     "bench.checks.faults",
