@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asking import REQUESTS
+from deeds import DEEDS
 from lives import Lives
 from turns import COMMON, Turn
 from wordings import drawn_from, expand, without_choices
@@ -332,7 +333,7 @@ class Errands(Lives):
         return made
 
     def errands(self) -> tuple[tuple[str, str, str, tuple[str, ...]], ...]:
-        return (*ERRANDS, *MORE_ERRANDS) if self.wording == "train" else ERRANDS
+        return (*ERRANDS, *MORE_ERRANDS, *DEEDS) if self.wording == "train" else ERRANDS
 
     def errand_asked(self, row: tuple[str, str, str, tuple[str, ...]]) -> str:
         if self.wording == "train" and row[:2] in REQUESTS and self.rng.random() < 0.6:
@@ -348,7 +349,7 @@ class Errands(Lives):
         rng = self.rng
         tools = tuple(e.tool for e in offered)
         count = len(offered)
-        fits = not absent or rng.random() < 0.85
+        fits = not absent or rng.random() < 0.88
         chosen = rng.choice(offered) if fits else None
         row = chosen.row if chosen else rng.choice(absent)
         template = self.errand_asked(row)
