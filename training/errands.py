@@ -383,6 +383,19 @@ class Errands(Lives):
             text, grade = f"That failed: {fault}.", Grade(phrases=((fault,),))
         elif kind < 0.35:
             value, text, grade = {"ok": True}, "It is done.", Grade(phrases=(("done",),))
+        elif kind < 0.5 and self.wording == "train":  # words instead of an object
+            facts = [
+                self.name(),
+                f"{rng.randint(1, 999)} {rng.choice(COMMON)}s",
+                rng.choice(COMMON),
+                str(rng.randint(1, 999)),
+            ]
+            plain = ", ".join(rng.sample(facts, rng.randint(1, 3)))
+            plain = plain[0].upper() + plain[1:] if rng.random() < 0.5 else plain
+            says = (user(question), *asked, Say("result", plain, function))
+            reply = (think(f"The function {function} gave a result."), final(f"The function says: {plain}."))
+            grade = Grade(phrases=((plain,),))
+            return Turn("errand", says, reply, template, {}, (), grade, (*tags, "result"), tools)
         else:
             keys = rng.sample(RESULTS, rng.randint(1, 3))
             value = {k: rng.randint(1, 999) if k in ("minutes", "price", "count") else self.name() for k in keys}

@@ -33,7 +33,10 @@ TOOL_QUESTION, SCHEMA_QUESTION = "What is the weather in Paris?", "Name a city a
 OPEN_QUESTION = "Continue this list with ten more words: blue, seven, window, hat"  # no model is sure how
 NAMES = ("Anna", "Bruno")  # that an earlier turn has
 INSTRUCTION = "Give only the answer and nothing else."
-ARGUMENTS, RESULT = '{"city": "Paris"}', ("Sunny, 21 degrees", "21")  # a tool's result, and the figure in it
+GREETING = "Hello!"  # whose answer says what no reasoning has
+ARGUMENTS = '{"city": "Paris"}'
+RESULT = '{"temperature": 21, "sky": "hail"}'  # of a tool
+FACTS = "hail", "21"  # which nobody knows who has not read it
 Feature = Callable[[Asker, Api], Check | None]
 Count = Callable[[str], int]  # tokens of a text
 
@@ -241,7 +244,7 @@ def stop_check(asker: Asker, api: Api) -> Check | None:
     where no answer has one that its reasoning lacks."""
     assert api.stop is not None
     title = "a stop string ends the answer"
-    for question in (OPEN_QUESTION, *(q for q, _ in QUESTIONS)):
+    for question in (OPEN_QUESTION, GREETING, *(q for q, _ in QUESTIONS)):
         complete = talk(asker, api, user_turn(question))
         stop = stop_of(complete)
         if not stop:
@@ -316,11 +319,10 @@ def instruction_check(asker: Asker, api: Api) -> Check:
 
 def result_check(asker: Asker, api: Api) -> Check:
     """What a tool gave back, after its call."""
-    result, figure = RESULT
-    turns = [*user_turn(TOOL_QUESTION), ChatTurn("call", ARGUMENTS), ChatTurn("result", result)]
+    turns = [*user_turn(TOOL_QUESTION), ChatTurn("call", ARGUMENTS), ChatTurn("result", RESULT)]
     text = talk(asker, api, turns, api.offer).text
-    right = figure in _numbers(text)
-    note = "" if right else f"{text[:60]!r} after {result!r}"
+    right = any(fact in re.findall(r"\w+", text.lower()) for fact in FACTS)
+    note = "" if right else f"{text[:60]!r} after {RESULT!r}"
     return Check(f"{api.name}: a tool's result is read", right, note=note)
 
 
