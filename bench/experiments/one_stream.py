@@ -89,11 +89,13 @@ TRIALS = (
     StepTrial("2 rows, ring of one row, probing", ONE_ROWS_RING | {"probe": 1}, rows=2),
     StepTrial(f"4 rows, {TODAY}", rows=4),
     StepTrial("4 rows, ring of one row", ONE_ROWS_RING, rows=4),
-    StepTrial("experts by digits", {"digits": True}, sustained=True),
-    StepTrial("experts by digits, larger slots", {"digits": True, "slot": 26_112}),
-    StepTrial("experts by digits, ring held back", {"digits": True, "ahead": 9}),
+    StepTrial("experts by digits", {"digits": True}, sustained=True),  # 26,112 bytes; 39,168 leave four slots
+    StepTrial("experts by digits, slots of 13,056", {"digits": True, "slot": 13_056}),
+    StepTrial("experts by digits, four slots ahead", {"digits": True, "ahead": 4}),  # about as many bytes as today
     StepTrial("2 rows, experts by digits", {"digits": True}, rows=2),
+    StepTrial("2 rows, experts by digits, slots of 13,056", {"digits": True, "slot": 13_056}, rows=2),
     StepTrial("4 rows, experts by digits", {"digits": True}, rows=4),
+    StepTrial("4 rows, experts by digits, slots of 13,056", {"digits": True, "slot": 13_056}, rows=4),
     StepTrial(f"8 rows, {TODAY}", rows=8),
     StepTrial("8 rows, experts by digits", {"digits": True}, rows=8),
 )  # fmt: skip

@@ -4,7 +4,7 @@
 //   HB_BODY 0  today's: multiply_tile and its flush, as the decode step has them (gemv.cuh; HB_BY_PRODUCT as there)
 //           2  layout A: E2M1 as E5M2 by masks, wgmma m64n8k32 with two E4M3 digits of x
 //           3  layout B: the same by a table in registers (prmt), as grouped products would have it
-//           4  layout A as the decode step has it (decode/digits.cuh): an atom of four tiles to a slot
+//           4  layout A as the decode step has it (decode/digits.cuh): atoms of four tiles in a slot
 //
 // The feeding warp copies nothing: it says of every slot that it is full as soon as it is free. A ring's content stays, so
 // tile n is made of the slots that n comes to.

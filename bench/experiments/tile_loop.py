@@ -24,7 +24,7 @@ from bench.kernels import timing
 from bench.measurement import Run, measurement, option
 from halfbyte import formats
 from halfbyte.formats import MXTensor, e2m1, tile16
-from halfbyte.kernels.cuda.decode.shape import ATOM_CHUNKS, StepShape
+from halfbyte.kernels.cuda.decode.shape import ATOM_CHUNKS, QUAD, StepShape
 from halfbyte.kernels.cuda.device.host import INT, POINTER, KernelMachine, fields, gpu, options
 from halfbyte.kernels.launch import Build, Program
 from halfbyte.lab import receipts
@@ -152,10 +152,10 @@ def digit_slots(body: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
         torch.tensor(e2m1.VALUES, dtype=torch.float64, device=device)[codes]
         * torch.exp2(scales.double() - 127)[..., None]
     )
-    rows, k = DIGIT_SLOTS * 16, PART * 64
-    pairs = codes.view(rows, k // 2, 2).to(torch.uint8)
-    small = scales.view(rows, k // 32).to(torch.uint8)
-    chunks = tile16.pack_e5m2(MXTensor(pairs[..., 0] | pairs[..., 1] << 4, small, (rows, k), "mxfp4")).data
+    size = (DIGIT_SLOTS, 16, PART * 64)  # a slot has one tile: matrices of one each
+    pairs = codes.view(DIGIT_SLOTS, 16, PART * 32, 2).to(torch.uint8)
+    small = scales.view(DIGIT_SLOTS, 16, PART * 2).to(torch.uint8)
+    chunks = tile16.pack_e5m2(MXTensor(pairs[..., 0] | pairs[..., 1] << 4, small, size, "mxfp4")).data[:, 0]
     if body == 3:
         # slot, r, g, chunk, group, half of 16, t, four -> slot, chunk, g, t, group, r, half, four
         lanes = codes.view(DIGIT_SLOTS, 2, 8, PART, 2, 2, 4, 4).permute(0, 3, 2, 6, 4, 1, 5, 7)
@@ -179,13 +179,29 @@ def today_slots(body: LoopBody, device: str | torch.device) -> tuple[Tensor, Ten
 
 
 def atom_slots(body: LoopBody, device: str | torch.device) -> tuple[Tensor, Tensor]:
-    """Slots of random weights of four tiles, six chunks of each, in tile16_e5m2, and their values, float64
-    [slots, 64, 384]."""
-    chunks = random_matrix(body.slots * 64, ATOM_CHUNKS * 64, format="mxfp4", device=device)  # [slots * 4, 6, 544]
+    """Slots of random chunks in tile16_e5m2, and the values of each chunk, float64 [slots, chunks, 16, 64]."""
+    count = body.slot_bytes // CHUNK
+    chunks = random_matrix(body.slots * count, 16, 64, format="mxfp4", device=device)  # a matrix each
     none = torch.empty(0, dtype=torch.uint8, device=device)
-    matrix = MXTensor(chunks, none, (body.slots * 64, ATOM_CHUNKS * 64), "mxfp4", "tile16_e5m2")
-    values = formats.dequantize(matrix, torch.float32).double().view(body.slots, 64, ATOM_CHUNKS * 64)
-    return chunks.reshape(body.slots, body.slot_bytes), values
+    matrix = MXTensor(chunks, none, (body.slots * count, 16, 64), "mxfp4", "tile16_e5m2")
+    values = formats.dequantize(matrix, torch.float32).double().view(body.slots, count, 16, 64)
+    slots = torch.zeros((body.slots, body.slot_bytes), dtype=torch.uint8, device=device)
+    slots[:, : count * CHUNK] = chunks.reshape(body.slots, -1)
+    return slots, values
+
+
+def atom_values(body: LoopBody, values: Tensor, number: int) -> Tensor:
+    """What pass `number` takes from the ring: four tiles, float64 [64, 2880]."""
+    atoms = -(-CHUNKS // ATOM_CHUNKS)
+    in_slot = body.slot_bytes // (QUAD * ATOM_CHUNKS * CHUNK)
+    parts = []
+    for atom in range(atoms):
+        slot = (-(-atoms // in_slot) * number + atom // in_slot) % body.slots
+        count = min(ATOM_CHUNKS, CHUNKS - atom * ATOM_CHUNKS)  # of each tile, the last atom has less
+        first = atom % in_slot * QUAD * ATOM_CHUNKS
+        chunks = values[slot, first : first + QUAD * count].view(QUAD, count, 16, 64)
+        parts.append(chunks.transpose(1, 2).reshape(QUAD * 16, count * 64))
+    return torch.cat(parts, -1)
 
 
 def expected_sums(body: LoopBody, values: Tensor, x: Tensor, passes: int) -> Tensor:
@@ -196,10 +212,8 @@ def expected_sums(body: LoopBody, values: Tensor, x: Tensor, passes: int) -> Ten
             first, second = values[2 * number % body.slots], values[(2 * number + 1) % body.slots]
             sums.append(first @ x[:1536] + second[:, : WIDTH - 1536] @ x[1536:])
             continue
-        if body.in_step:  # the last slot of a pass holds less
-            atoms = -(-CHUNKS // ATOM_CHUNKS)
-            atom_values = [values[(atoms * number + i) % body.slots] for i in range(atoms)]
-            sums.append(torch.cat(atom_values, -1)[:, :WIDTH] @ x)
+        if body.in_step:
+            sums.append(atom_values(body, values, number) @ x)
             continue
         parts = [
             values[(DIGIT_WARPS * number + warp) % DIGIT_SLOTS] @ x.view(THIRDS, -1)[warp // 4] for warp in range(12)

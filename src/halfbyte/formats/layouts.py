@@ -9,7 +9,7 @@ gigabyte of experts is repacked with a few megabytes in addition to source and r
 | `plain`      | all        | [..., N, K/2] or [..., N, K]: the checkpoint's      | [..., N, K/G]  |
 | `gguf`       | mxfp4, q8  | [..., N, blocks * 17 or 34]: GGUF's blocks          | empty          |
 | `tile16`     | mxfp4, q8  | [..., ceil(N/16), ceil(K/64), chunk]: `tile16.py`   | empty          |
-| `tile16_e5m2` | mxfp4     | as `tile16`, codes in another order                 | empty          |
+| `tile16_e5m2` | mxfp4     | as `tile16`, codes and chunks in another order      | empty          |
 | `rows16`     | mxfp4, q8  | [..., ceil(N/16), tile]: `rows16.py`                | empty          |
 | `w4a8_split` | mxfp4      | [..., N, K/2], nibbles of a 128-wide tile split     | [..., N, K/32] |
 

@@ -18,16 +18,18 @@ and its lowest exponent bits (mask 0x81c081c0, value x 2^-126). With w the word,
 (1,1) are w, w rotated right by 6, by 3, and (w & 0x001b001b) * 0x1084, each under that mask: eight instructions for
 eight weights, none wasted on signs.
 
-tile16_e5m2 is the same with another order inside the 512 bytes of a chunk's codes, for products of a warpgroup with
-E5M2 (device/digits.cuh): MXFP4 only, scales where they were. Words are [lane][group][r]; byte j of a word holds the
-codes of columns 4 t + j (bits 7, 3 to 1: where E5M2 has sign, lowest exponent bits and highest mantissa bit) and
-16 + 4 t + j of the group (bits 0, 6 to 4: the same, turned by three).
+tile16_e5m2 is for products of a warpgroup with E5M2 (device/digits.cuh): MXFP4 only, chunks of the same size with their
+scales where they were, and another order inside the 512 bytes of codes. Words are [lane][group][r]; byte j of a word
+holds the codes of columns 4 t + j (bits 7, 3 to 1: where E5M2 has sign, lowest exponent bits and highest mantissa bit)
+and 16 + 4 t + j of the group (bits 0, 6 to 4: the same, turned by three). Four tiles (a quad) are multiplied together,
+six chunks of each at a time (an atom), so chunks follow each other as [quad][atom][tile of the quad][chunk of the
+atom]; the last quad may have fewer tiles, the last atom fewer chunks. `data` has the shape of tile16's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -38,6 +40,7 @@ from halfbyte.formats.blocks import check_data, no_scales, pad_matrix, slices
 from halfbyte.formats.tensor import GEOMETRY, MXTensor
 
 ROWS, WIDTH = 16, 64
+QUAD, ATOM = 4, 6  # of tile16_e5m2: tiles that lie together, chunks of each (shape.cuh, struct Quad)
 CHUNK_BYTES = {"mxfp4": 544, "q8": 1088, "bf16": 2048}
 
 
@@ -48,22 +51,28 @@ def tile_shape(n: int, k: int, format: str) -> tuple[int, int, int]:
 
 def pack(t: MXTensor) -> MXTensor:
     """A plain mxfp4 or q8 tensor in this layout."""
-    return _pack(t, "tile16", _mxfp4_chunks if t.format == "mxfp4" else _q8_chunks)
+    return _pack(t, "tile16", 1, _mxfp4_chunks if t.format == "mxfp4" else _q8_chunks)
 
 
 def pack_e5m2(t: MXTensor) -> MXTensor:
     """A plain mxfp4 tensor in the layout tile16_e5m2."""
-    return _pack(t, "tile16_e5m2", _e5m2_chunks)
+    return _pack(t, "tile16_e5m2", QUAD, _e5m2_chunks)
 
 
-def _pack(t: MXTensor, layout: str, make: Callable[[Tensor, Tensor, int, int], Tensor]) -> MXTensor:
+def _parts(tiles: int, together: int, chunks: int, device: torch.device) -> Iterator[slice]:
+    """Slices of tiles that fit the work at a time; so many stay together."""
+    for part in slices(-(-tiles // together), together * ROWS * chunks * WIDTH, device):
+        yield slice(part.start * together, min(tiles, part.stop * together))
+
+
+def _pack(t: MXTensor, layout: str, together: int, make: Callable[[Tensor, Tensor, int, int], Tensor]) -> MXTensor:
     *lead, n, k = _matrix(t)
     tiles, chunks, size = tile_shape(n, k, t.format)
     stack = math.prod(lead)
     out = torch.empty((stack, tiles, chunks, size), dtype=torch.uint8, device=t.device)
     data, scales = t.data.reshape(stack, n, t.data.shape[-1]), t.scales.reshape(stack, n, t.scales.shape[-1])
     for e in range(stack):
-        for part in slices(tiles, ROWS * chunks * WIDTH, t.device):
+        for part in _parts(tiles, together, chunks, t.device):
             rows = slice(part.start * ROWS, part.stop * ROWS)
             count = rows.stop - rows.start
             codes = pad_matrix(data[e, rows], count, chunks * WIDTH * GEOMETRY[t.format].element_bits // 8)
@@ -74,15 +83,15 @@ def _pack(t: MXTensor, layout: str, make: Callable[[Tensor, Tensor, int, int], T
 
 def unpack(t: MXTensor) -> MXTensor:
     """The plain tensor again, equal to the last byte."""
-    return _unpack(t, _mxfp4_rows if t.format == "mxfp4" else _q8_rows)
+    return _unpack(t, 1, _mxfp4_rows if t.format == "mxfp4" else _q8_rows)
 
 
 def unpack_e5m2(t: MXTensor) -> MXTensor:
     """The inverse of `pack_e5m2`."""
-    return _unpack(t, _e5m2_rows)
+    return _unpack(t, QUAD, _e5m2_rows)
 
 
-def _unpack(t: MXTensor, take: Callable[[Tensor, int, int], tuple[Tensor, Tensor]]) -> MXTensor:
+def _unpack(t: MXTensor, together: int, take: Callable[[Tensor, int, int], tuple[Tensor, Tensor]]) -> MXTensor:
     *lead, n, k = _matrix(t)
     tiles, chunks, size = tile_shape(n, k, t.format)
     check_data(t, (*lead, tiles, chunks, size))
@@ -92,7 +101,7 @@ def _unpack(t: MXTensor, take: Callable[[Tensor, int, int], tuple[Tensor, Tensor
     data = torch.empty((flat.shape[0], n, groups * geometry.group_bytes), dtype=geometry.data_dtype, device=t.device)
     scales = torch.empty((flat.shape[0], n, groups), dtype=geometry.scale_dtype, device=t.device)
     for e in range(flat.shape[0]):
-        for part in slices(tiles, ROWS * chunks * WIDTH, t.device):
+        for part in _parts(tiles, together, chunks, t.device):
             codes, scale = take(flat[e, part].contiguous(), part.stop - part.start, chunks)
             rows = slice(part.start * ROWS, min(n, part.stop * ROWS))
             count = rows.stop - rows.start
@@ -175,15 +184,27 @@ def _e5m2_chunks(codes: Tensor, scales: Tensor, tiles: int, chunks: int) -> Tens
     code = code.view(tiles, 2, 8, chunks, 2, 2, 4, 4).permute(0, 3, 2, 6, 4, 1, 5, 7)
     first, second = code[..., 0, :], code[..., 1, :]
     mine = (first & 8) << 4 | (first & 7) << 1 | (second & 8) >> 3 | (second & 7) << 4
-    return torch.cat((mine.reshape(tiles, chunks, 512), _scale_bytes(scales, tiles, chunks)), -1)
+    data = torch.cat((mine.reshape(tiles, chunks, 512), _scale_bytes(scales, tiles, chunks)), -1)
+    order = _order_in_quads(tiles, chunks).to(data.device)
+    return data.view(tiles * chunks, data.shape[-1])[order].view(data.shape)
 
 
 def _e5m2_rows(data: Tensor, tiles: int, chunks: int) -> tuple[Tensor, Tensor]:
+    order = torch.argsort(_order_in_quads(tiles, chunks)).to(data.device)
+    data = data.view(tiles * chunks, data.shape[-1])[order].view(data.shape)
     byte = data[..., :512].reshape(tiles, chunks, 8, 4, 2, 2, 4)  # tile chunk g t group r byte
     first = byte >> 4 & 8 | byte >> 1 & 7
     second = byte << 3 & 8 | byte >> 4 & 7
     code = torch.stack((first, second), -2).permute(0, 5, 2, 1, 4, 6, 3, 7).reshape(tiles * ROWS, chunks * 32, 2)
     return code[..., 0] | code[..., 1] << 4, _scale_rows(data, tiles, chunks)
+
+
+def _order_in_quads(tiles: int, chunks: int) -> Tensor:
+    """Where among the chunks of these tiles, tile by tile, each one of tile16_e5m2 comes from."""
+    number = torch.arange(tiles * chunks).view(tiles, chunks)
+    quads, atoms = (number[i : i + QUAD] for i in range(0, tiles, QUAD)), range(0, chunks, ATOM)
+    parts = [quad[:, i : i + ATOM].reshape(-1) for quad in quads for i in atoms]
+    return torch.cat(parts) if parts else number.view(-1)
 
 
 def scales_of(data: Tensor) -> Tensor:

@@ -113,7 +113,25 @@ def test_a_word_widens_by_masks() -> None:
             assert torch.equal(seen, want[:, :, :, half, :, byte].permute(1, 3, 2, 0))
 
 
+def test_four_tiles_lie_side_by_side() -> None:
+    """Six chunks of each of four tiles, then the next six; the last quad and the last atom have what is left."""
+    tiles, chunks = 6, 15
+    size = (tiles * 16, chunks * 64)
+    codes = torch.randint(0, 256, (size[0], size[1] // 2), dtype=torch.uint8)
+    scales = torch.randint(0, 255, (size[0], chunks * 2), dtype=torch.uint8)
+    packed = layouts.convert(MXTensor(codes, scales, size, "mxfp4"), "tile16_e5m2").data
+    assert packed.shape == layouts.convert(MXTensor(codes, scales, size, "mxfp4"), "tile16").data.shape
+    order = [
+        (t, c) for q in (range(4), range(4, 6)) for a in (range(6), range(6, 12), range(12, 15)) for t in q for c in a
+    ]
+    for got, (t, c) in zip(packed.view(-1, 544), order, strict=True):
+        rows = slice(16 * t, 16 * t + 16)
+        alone = MXTensor(codes[rows, 32 * c : 32 * c + 32], scales[rows, 2 * c : 2 * c + 2], (16, 64), "mxfp4")
+        assert torch.equal(got, tile16.pack_e5m2(alone).data.view(-1)), (t, c)
+
+
 def test_scales_lie_where_tile16_has_them() -> None:
+    """In a chunk; and chunks of one atom's width follow each other as there."""
     t = MXTensor(
         torch.randint(0, 256, (48, 64), dtype=torch.uint8),
         torch.randint(0, 255, (48, 4), dtype=torch.uint8),
@@ -143,7 +161,8 @@ STEPS = {
     "four rows of one sequence": (by_digits(small(1), 4), [0, 0, 0, 0]),
     "several slots": (by_digits(WIDE, 1), None),
     "several slots, eight rows": (by_digits(WIDE, 8), None),
-    "two atoms to a slot": (by_digits(WIDE, 1, slot=26_112), None),
+    "one atom to a slot": (by_digits(WIDE, 1, slot=13_056), None),
+    "one atom to a slot, four rows": (by_digits(WIDE, 4, slot=13_056), None),
     "a small ring": (by_digits(WIDE, 2, ring=6), None),
 }
 USUAL = ("one row", "four rows", "several slots")
@@ -156,6 +175,20 @@ def test_against_the_oracle(name: str) -> None:
     torch.manual_seed(5)
     case = DecodeCase.make(s, random_weights(s, "cpu"), 256, s.rows)
     verdict = check_decode(s, case, 100, sequences, machine=Emulator(4, seed=3))
+    assert verdict.ok, "; ".join(verdict.wrong)
+
+
+# One row has 16 quads of gate_up, and 24 halves of down, six of an expert. 1, 3: whole experts, a part of one; 5, 7:
+# three to five halves, from the middle of a quad and across experts; 13: one or two of each; 24: a half each, and
+# no gate_up for some; 40: neither for some.
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("blocks", [1, 3, 5, 7, 13, 24, 40])
+def test_any_number_of_blocks(blocks: int, rows: int) -> None:
+    """Blocks own whole quads of gate_up and half quads of down, as it comes out."""
+    s = replace(by_digits(small(1), rows), layers=1)
+    torch.manual_seed(5)
+    case = DecodeCase.make(s, random_weights(s, "cpu"), 256, s.rows)
+    verdict = check_decode(s, case, 100, machine=Emulator(blocks, seed=3))
     assert verdict.ok, "; ".join(verdict.wrong)
 
 

@@ -16,7 +16,7 @@
 static_assert(!HB_ROUTER_JOINED, "router sums that are joined lie where digits are cleared");
 constexpr int DIGIT_OCTAVES = E5M2_OCTAVES - 100;  // of the weights, and of x on its way in (scale_in)
 
-template <int K> struct DigitOperand {};  // x, where all warps find it
+template <int K> struct DigitOperand { int skip = 0; };  // x, where all warps find it; tiles of the first quad that are another block's
 template <int FORMAT, int K> using ExpertOperand = DigitOperand<K>;
 #define EXPERT_PHASE HB_DEV  // products of a warpgroup in a function of their own would wait for each other (ptxas C7510)
 
@@ -174,7 +174,7 @@ struct StepWords {
     const int atom = Steps<K>::atom(u), from = Steps<K>::chunk(u), count = Steps<K>::chunks(u), each = Q::each(atom);
     const int third = w.warp / QUAD, g = w.lane / 4, t = w.lane % 4;
     const bool whole = atom < Q::ATOMS - 1 || Q::REST == THIRDS * Q::REST_EACH;  // every third has all of its chunks
-    const u32 tile = w.ring(slot) + w.warp % QUAD * Q::STRIDE + atom % Q::IN_SLOT * Q::WIDE * Q::CHUNK;
+    const u32 tile = w.ring(slot) + atom % Q::IN_SLOT * Q::ATOM_BYTES + w.warp % QUAD * Q::tile_bytes(atom);
     HB_UNROLL
     for (int c = 0; c < STEP_CHUNKS; c++) {  // a chunk that is not there has zero digits: any words will do
       if (c >= count) { words[c] = {0, 0, 0, 0}; continue; }
@@ -197,9 +197,9 @@ struct StepWords {
   }
 };
 
-// Four tiles, of which the first `left` are there, from where the ring is; `out`: the shared address of this warp's sums of
-// its tile, [ROWS][16]. A warp without a tile multiplies what its place in the slot holds and leaves nothing.
-template <int K> HB_DEV void multiply_quad(Worker& w, int left, u32 out) {
+// A quad from where the ring is; `out`: the shared address of this warp's sums of its tile, [ROWS][16]. A warp whose tile is
+// another block's multiplies what its place in the slot holds, and nobody reads its sums.
+template <int K> HB_DEV void multiply_quad(Worker& w, u32 out) {
   using S = Steps<K>;
   const int third = w.warp / QUAD, t = w.lane % 4, g = w.lane / 4;
   const auto digits = b_low(w.sh.by_digits.digits[0][third]);
@@ -259,78 +259,83 @@ template <int K> HB_DEV void multiply_quad(Worker& w, int left, u32 out) {
       }
     }
   }
-  const bool there = w.warp % QUAD < left;
   HB_UNROLL
   for (int s = 0; s < SETS; s++) {
     if (LANE_ROWS == 4) {
-      if (there) { sts32(out + ((s * 4 + t) * 16 + g) * 4, as_bits(acc[s][0])); sts32(out + ((s * 4 + t) * 16 + g + 8) * 4, as_bits(acc[s][1])); }
+      sts32(out + ((s * 4 + t) * 16 + g) * 4, as_bits(acc[s][0]));
+      sts32(out + ((s * 4 + t) * 16 + g + 8) * 4, as_bits(acc[s][1]));
       continue;
     }
     const int mine = t / LANE_ROWS & 1;  // of the lanes with other groups of a row, even ones keep row g of the tile, odd ones g + 8
     float own = mine ? acc[s][1] : acc[s][0];
     own += shfl_xor(mine ? acc[s][0] : acc[s][1], LANE_ROWS);
     if (LANE_ROWS == 1) own += shfl_xor(own, 2);
-    if (there && t < 2 * LANE_ROWS) sts32(out + (t % LANE_ROWS * 16 + g + 8 * mine) * 4, as_bits(own));
+    if (t < 2 * LANE_ROWS) sts32(out + (t % LANE_ROWS * 16 + g + 8 * mine) * 4, as_bits(own));
   }
 }
 
-// As in gemv.cuh; sums come back scaled.
+// As in gemv.cuh; sums come back scaled. Places count from the first tile of the block's first quad, tiles from the block's first.
 template <int FORMAT, int K, int WIDE, class Before, class Acquire, class After>
-HB_DEV void gemv(Worker& w, const DigitOperand<K>&, int tiles, Before before, Acquire acquire, After after) {
+HB_DEV void gemv(Worker& w, const DigitOperand<K>& x, int tiles, Before before, Acquire acquire, After after) {
   static_assert(FORMAT == MXFP4, "digits multiply MXFP4");
   constexpr int SIZE = ROWS * 16, AT_ONCE = WORK_THREADS / SIZE, ROUNDS = (SUM_TILES + AT_ONCE - 1) / AT_ONCE;
   static_assert(WORK_THREADS % SIZE == 0 && SUM_TILES % QUAD == 0, "a thread sums one row of several tiles");
-  const int row = w.thread / 16 % ROWS, m = w.thread % 16;
+  const int row = w.thread / 16 % ROWS, m = w.thread % 16, skip = x.skip, places = tiles ? skip + tiles : 0;
   const bool first_of = m % WIDE == 0 && row < w.rows;
   Early early[ROUNDS];
   const auto look_ahead = [&](int first, int n) {
     HB_UNROLL
     for (int i = 0; i < ROUNDS; i++) {
-      const int tile = w.thread / SIZE + i * AT_ONCE;
-      if (tile < n && first_of) early[i] = before(first + tile, row, m);
+      const int place = w.thread / SIZE + i * AT_ONCE, tile = first + place - skip;
+      if (place < n && tile >= 0 && first_of) early[i] = before(tile, row, m);
     }
   };
-  if (tiles) look_ahead(0, tiles < SUM_TILES ? tiles : SUM_TILES);
+  if (tiles) look_ahead(0, places < SUM_TILES ? places : SUM_TILES);
   acquire();
   w.sync();  // every warp's digits are there
   w.mark(1);
   HB_ROLLED
-  for (int first = 0; first < tiles; first += SUM_TILES) {
-    const int n = tiles - first < SUM_TILES ? tiles - first : SUM_TILES;
+  for (int first = 0; first < places; first += SUM_TILES) {
+    const int n = places - first < SUM_TILES ? places - first : SUM_TILES;
     if (first) look_ahead(first, n);
     u32 out = w.base + HB_AT(by_digits.sums) + ((w.buffer * SUM_TILES + w.warp % QUAD) * THIRDS + w.warp / QUAD) * SIZE * 4;
     HB_ROLLED
-    for (int i = 0; i < n; i += QUAD, out += QUAD * THIRDS * SIZE * 4) multiply_quad<K>(w, n - i, out);
+    for (int i = 0; i < n; i += QUAD, out += QUAD * THIRDS * SIZE * 4) multiply_quad<K>(w, out);
     w.mark(2);
     w.sync();
     if (first == 0) w.acquire();
     HB_UNROLL
     for (int i = 0; i < ROUNDS; i++) {
       if (i * WORK_THREADS + w.warp * 32 >= n * SIZE) continue;
-      const int tile = w.thread / SIZE + i * AT_ONCE;
-      const float* r = w.sh.by_digits.sums[w.buffer][tile < n ? tile : 0][0] + row * 16 + m;
+      const int place = w.thread / SIZE + i * AT_ONCE, tile = first + place - skip;
+      const float* r = w.sh.by_digits.sums[w.buffer][place < n ? place : 0][0] + row * 16 + m;
       float sum[WIDE];
       sum[0] = (r[0] + r[SIZE]) + r[2 * SIZE];
       HB_UNROLL
       for (int j = 1; j < WIDE; j++) sum[j] = shfl(sum[0], w.lane + j);  // neighbours' rows
-      if (tile < n && first_of) after(first + tile, row, m, sum, early[i]);
+      if (place < n && tile >= 0 && first_of) after(tile, row, m, sum, early[i]);
     }
     w.buffer ^= 1;
   }
 }
 
-// Four tiles (the first n of them) into the ring, an atom or several of all to a slot; from(j) is where tile j begins.
-template <int K, class From> HB_DEV void feed_quad(Feeder& f, int n, From from) {
+// A quad into the ring: one copy a slot.
+template <int K> HB_DEV void feed_quad(Feeder& f, const u8* quad) {
   using Q = Quad<K>;
-  const u8* tile[QUAD];
-  HB_UNROLL
-  for (int j = 0; j < QUAD; j++) tile[j] = from(j < n ? j : 0);
+  HB_ROLLED
+  for (int slot = 0; slot < Q::SLOTS_EACH; slot++, quad += Q::SLOT_STEP) f.put(quad, QUAD * Q::bytes_in(slot));
+}
+// Its tiles from `first` to `last` alone, where a whole one has them: one copy an atom.
+template <int K> HB_DEV void feed_part(Feeder& f, const u8* quad, int first, int last) {
+  using Q = Quad<K>;
   HB_ROLLED
   for (int slot = 0; slot < Q::SLOTS_EACH; slot++) {
-    const int bytes = Q::bytes_in(slot);
-    f.open(n * bytes);
-    HB_UNROLL
-    for (int j = 0; j < QUAD; j++) if (j < n) f.copy(j * Q::STRIDE, tile[j] + slot * Q::STRIDE, bytes);
+    f.open((last - first) * Q::bytes_in(slot));
+    HB_ROLLED
+    for (int i = 0; i < Q::IN_SLOT && slot * Q::IN_SLOT + i < Q::ATOMS; i++, quad += Q::ATOM_BYTES) {
+      const int bytes = Q::tile_bytes(slot * Q::IN_SLOT + i);
+      f.copy(i * Q::ATOM_BYTES + first * bytes, quad + first * bytes, (last - first) * bytes);
+    }
     f.close();
   }
 }

@@ -93,7 +93,8 @@ template <int FORMAT, int K> struct Tile {
 #if HB_TILE_BODY
 // Four tiles of experts are multiplied together, by all warps. A product of a warpgroup has 64 rows: warp i of a third has tile i.
 // Warpgroups share K, a third each: an atom is two chunks for each (in the last atom maybe one), and a slot holds an atom or several of all
-// four tiles. So every warp reads from every slot, in turn, and frees it: see Tile.
+// four tiles. So every warp reads from every slot, in turn, and frees it: see Tile. Memory has what a slot has, in the same order,
+// so that a quad is one copy a slot: [quad of a matrix][atom][tile of the quad][chunk of the atom] (tile16_e5m2, formats/tile16.py).
 constexpr int THIRDS = 3, QUAD = 4, DIGIT_COLUMNS = 8 * SETS;
 static_assert(WORKERS == THIRDS * QUAD, "a warp for each of four tiles in three warpgroups");
 template <int K> struct Quad {
@@ -101,10 +102,11 @@ template <int K> struct Quad {
   static constexpr int WIDE = 2 * THIRDS, ATOMS = (CHUNKS + WIDE - 1) / WIDE;                 // chunks of a tile in an atom
   static constexpr int REST = CHUNKS - (ATOMS - 1) * WIDE, REST_EACH = (REST + THIRDS - 1) / THIRDS;  // in the last one; of a third
   static constexpr int IN_SLOT = SLOT_BYTES / (QUAD * WIDE * CHUNK), SLOTS_EACH = (ATOMS + IN_SLOT - 1) / IN_SLOT;
-  static constexpr int STRIDE = IN_SLOT * WIDE * CHUNK;  // from tile to tile in a slot
+  static constexpr int ATOM_BYTES = QUAD * WIDE * CHUNK, SLOT_STEP = IN_SLOT * ATOM_BYTES;    // of a full atom, of a full slot
   static_assert(IN_SLOT >= 1, "a slot for an atom of four tiles");
   static HB_CONST_FN int each(int atom) { return atom < ATOMS - 1 ? 2 : REST_EACH; }        // chunks of a third
-  static HB_CONST_FN int bytes_in(int slot) { return (slot < SLOTS_EACH - 1 ? IN_SLOT * WIDE : CHUNKS - slot * IN_SLOT * WIDE) * CHUNK; }
+  static HB_CONST_FN int tile_bytes(int atom) { return (atom < ATOMS - 1 ? WIDE : REST) * CHUNK; }
+  static HB_CONST_FN int bytes_in(int slot) { return (slot < SLOTS_EACH - 1 ? IN_SLOT * WIDE : CHUNKS - slot * IN_SLOT * WIDE) * CHUNK; }  // of a tile
 };
 constexpr int MOST_ATOMS = larger(Quad<HIDDEN>::ATOMS, Quad<INTER>::ATOMS);
 constexpr int SUM_TILES = ROWS <= 2 ? 12 : 4;  // whose sums are kept before they are added up

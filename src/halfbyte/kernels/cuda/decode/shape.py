@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from halfbyte.formats import tile16
 from halfbyte.kernels.cuda.device.host import FLOAT, FORMATS, INT, LONG, POINTER, fields, options
 from halfbyte.kernels.cuda.phase import BULK_COPY, MMA_SYNC, WGMMA, WGMMA_FP8
 from halfbyte.kernels.launch import Build, Program
@@ -54,10 +55,11 @@ ONE_ROW = {
     "bf16": Tuning(12, 30_720, ahead=5),
 }
 SEVERAL_ROWS = Tuning(15, 8_704)
-# Experts by digits (not timed yet): a slot for an atom of four tiles, which is 24 chunks, or for two. By the format of
-# the dense layers with one row; MXFP4's for all else.
-BY_DIGITS = {"mxfp4": Tuning(12, 13_056), "q8": Tuning(12, 26_112), "bf16": Tuning(12, 30_720)}
-THIRDS, QUAD, ATOM_CHUNKS = 3, 4, 6  # warpgroups, tiles, chunks of a tile (shape.cuh, struct Quad)
+# Experts by digits (quads side by side are not timed yet): a slot for two atoms of four tiles, 24 chunks each, or for
+# one where two leave too few slots. Slots of one atom were slower by 220 us a step, with four copies to each.
+BY_DIGITS = {"mxfp4": Tuning(12, 26_112), "q8": Tuning(12, 26_112), "bf16": Tuning(12, 30_720)}
+BY_DIGITS_OF_EIGHT = Tuning(12, 13_056)
+THIRDS, QUAD, ATOM_CHUNKS = 3, tile16.QUAD, tile16.ATOM  # warpgroups, tiles, chunks of a tile (shape.cuh, struct Quad)
 # sm_12x: ten warps with the feeding one, because with thirteen or more 128 registers are left to a thread and some are
 # spilled; four rows need eight for the sake of six slots, eight rows do not fit.
 SMALL_BLOCK, SMALL_BLOCK_OF_ROWS = Tuning(9, 8_704), Tuning(8, 8_704)
@@ -207,7 +209,7 @@ class StepShape:
             return SMALL_BLOCK if self.rows < 4 else SMALL_BLOCK_OF_ROWS
         one = self.rows == 1 and self.qkv == self.o == self.lm_head
         if self.digits:
-            return BY_DIGITS[self.qkv if one else "mxfp4"]
+            return BY_DIGITS_OF_EIGHT if self.rows == 8 else BY_DIGITS[self.qkv if one else "mxfp4"]
         return ONE_ROW[self.qkv] if one and self.qkv in ONE_ROW else SEVERAL_ROWS
 
     @property

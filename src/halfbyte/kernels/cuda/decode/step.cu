@@ -37,16 +37,24 @@ constexpr int F_HEAD = HB_FORMAT_HEAD;
 constexpr int ADDED_X = TOP_K + 1;  // contributions to x: every expert, and the residual
 constexpr int QKV_TILES = QKV / 16, O_TILES = HIDDEN / 16, UP_TILES = 2 * INTER / 16, DOWN_TILES = HIDDEN / 16, HEAD_TILES = VOCAB / 16;
 
+// Tiles of experts that stay with one block: by digits four of gate_up and two of down are as cheap as one.
+enum : int { UP_UNIT = HB_TILE_BODY ? 4 : 1, DOWN_UNIT = HB_TILE_BODY ? 2 : 1 };
+static_assert(!HB_TILE_BODY || (UP_TILES % 4 == 0 && DOWN_TILES % 4 == 0), "quads of one matrix");
+
+// The gate_up tiles of a block: so many, and the one that is number `tile` of them.
+HB_DEV int up_share(int count, int block, int grid) { return share_of(count * UP_TILES / UP_UNIT, block, grid) * UP_UNIT; }
+HB_DEV int up_tile(int tile, int block, int grid) { return UP_UNIT == 1 ? block + tile * grid : (block + tile / UP_UNIT * grid) * UP_UNIT + tile % UP_UNIT; }
+
 // The down tiles of a block: blocks are dealt out evenly to experts where that comes out even, else tiles to blocks.
 HB_DEV void down_range(int count, int block, int grid, int& first, int& last) {
   if (grid % count == 0) {
     const int each = grid / count, expert = block / each, i = block % each;
-    first = expert * DOWN_TILES + DOWN_TILES * i / each;
-    last = expert * DOWN_TILES + DOWN_TILES * (i + 1) / each;
+    first = expert * DOWN_TILES + DOWN_TILES / DOWN_UNIT * i / each * DOWN_UNIT;
+    last = expert * DOWN_TILES + DOWN_TILES / DOWN_UNIT * (i + 1) / each * DOWN_UNIT;
   } else {
-    const int all = count * DOWN_TILES;
-    first = all * block / grid;
-    last = all * (block + 1) / grid;
+    const int all = count * DOWN_TILES / DOWN_UNIT;
+    first = all * block / grid * DOWN_UNIT;
+    last = all * (block + 1) / grid * DOWN_UNIT;
   }
 }
 
@@ -241,28 +249,26 @@ template <int FORMAT> HB_DEV void feed_o(Feeder& f, const Layer& l, int head) {
 }
 
 #if HB_TILE_BODY
-// The same tiles in fours; fours of down end with their expert, whose x they are multiplied by.
+// Quads, or two tiles of one.
 HB_DEV void feed_experts(Feeder& f, const Layer& l, Routing& r, int count, int block, int grid, int rows) {
-  const int tiles = share_of(count * UP_TILES, block, grid);
+  const int tiles = up_share(count, block, grid);
   HB_ROLLED
   for (int n = 0; n < tiles; n += QUAD) {
-    feed_quad<HIDDEN>(f, tiles - n < QUAD ? tiles - n : QUAD, [&](int j) {
-      const int i = block + (n + j) * grid;
-      return l.gate_up + ((size_t)r.list[i / UP_TILES] * UP_TILES + i % UP_TILES) * Quad<HIDDEN>::BYTES;
-    });
+    const int i = up_tile(n, block, grid);
+    feed_quad<HIDDEN>(f, l.gate_up + ((size_t)r.list[i / UP_TILES] * UP_TILES + i % UP_TILES) * Quad<HIDDEN>::BYTES);
     if (WEIGHED_LATE && n == 0) weigh(r, rows);
   }
   if (WEIGHED_LATE && !tiles) weigh(r, rows);
   if (leads(f.lane)) stamp(f.sh.step, block, f.sh.layer_of[WORKERS], 27);
   int first, last;
   down_share(f.sh, count, block, grid, first, last);
+  HB_ROLLED
   while (first < last) {
-    const int index = first / DOWN_TILES, end = (index + 1) * DOWN_TILES < last ? (index + 1) * DOWN_TILES : last;
-    const u8* expert = l.down + (size_t)r.list[index] * DOWN_TILES * Quad<INTER>::BYTES;
-    HB_ROLLED
-    for (; first < end; first += QUAD)
-      feed_quad<INTER>(f, end - first < QUAD ? end - first : QUAD, [&](int j) { return expert + (size_t)(first % DOWN_TILES + j) * Quad<INTER>::BYTES; });
-    first = end;
+    const int from = first % QUAD, to = last - first < QUAD - from ? from + last - first : QUAD;
+    const u8* quad = l.down + ((size_t)r.list[first / DOWN_TILES] * DOWN_TILES + first % DOWN_TILES - from) * Quad<INTER>::BYTES;
+    if (to - from == QUAD) feed_quad<INTER>(f, quad);
+    else feed_part<INTER>(f, quad, from, to);
+    first += to - from;
   }
 }
 #endif
@@ -433,17 +439,17 @@ EXPERT_PHASE State phase_up(State state, int layer) {
   if (w.lane == 0) bar_arrive(&w.sh.squared, 1);
   wait_bar(&w.sh.routed, layer & 1, 0x701);
   const Routing& r = w.sh.routing[layer & 1];
-  const int tiles = ROWS == 1 || r.count == TOP_K ? w.sh.up_tiles : share_of(r.count * UP_TILES, w.block, w.grid);
+  const int tiles = ROWS == 1 || r.count == TOP_K ? w.sh.up_tiles : up_share(r.count, w.block, w.grid);
   gemv<MXFP4, HIDDEN, 4>(w, x, tiles,
     [&](int tile, int, int m) {
-      const int i = w.block + tile * w.grid;
+      const int i = up_tile(tile, w.block, w.grid);
       Early e;
       e.x[0] = *(const u64*)(l.gate_up_bias + (size_t)r.list[i / UP_TILES] * 2 * INTER + i % UP_TILES * 16 + m);
       return e;
     },
     [] {},
     [&](int tile, int row, int m, const float (&sum)[4], Early early) {
-      const int i = w.block + tile * w.grid;
+      const int i = up_tile(tile, w.block, w.grid);
       const int k = place_of(r, row, i / UP_TILES);
       if (k < 0) return;
       float h[2];
@@ -480,6 +486,9 @@ EXPERT_PHASE State phase_down(State state, int layer) {
     const int index = first / DOWN_TILES, end = (index + 1) * DOWN_TILES < last ? (index + 1) * DOWN_TILES : last;
     const int expert = r.list[index], base = first - index * DOWN_TILES;
     ExpertOperand<MXFP4, INTER> x;
+#if HB_TILE_BODY
+    x.skip = base % QUAD;
+#endif
     gemv<MXFP4, INTER, 1>(w, x, end - first,
       [&](int tile, int, int m) { return Early{l.down_bias[(size_t)expert * HIDDEN + (base + tile) * 16 + m]}; },
       [&] {
@@ -621,7 +630,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
     sh.turns = grid >= KV_HEADS ? 1 : share_of(KV_HEADS, block, grid);
     sh.o_first = O_TILES * sh.seat.index / sh.seat.of;
     sh.o_last = O_TILES * (sh.seat.index + 1) / sh.seat.of;
-    sh.up_tiles = share_of(TOP_K * UP_TILES, block, grid);
+    sh.up_tiles = up_share(TOP_K, block, grid);
     sh.head_tiles = share_of(HEAD_TILES, block, grid);
     down_range(TOP_K, block, grid, sh.down_first, sh.down_last);
   }
