@@ -33,10 +33,9 @@ TOOL_QUESTION, SCHEMA_QUESTION = "What is the weather in Paris?", "Name a city a
 OPEN_QUESTION = "Continue this list with ten more words: blue, seven, window, hat"  # no model is sure how
 NAMES = ("Anna", "Bruno")  # that an earlier turn has
 INSTRUCTION = "Give only the answer and nothing else."
-GREETING = "Hello!"  # whose answer says what no reasoning has
+GREETING = "Hello!"  # answered in words that its reasoning lacks
 ARGUMENTS = '{"city": "Paris"}'
-RESULT = '{"temperature": 21, "sky": "hail"}'  # of a tool
-FACTS = "hail", "21"  # which nobody knows who has not read it
+RESULT, FIGURE = '{"temperature": 21, "sky": "hail"}', "21"  # a tool's result, and the figure in it
 Feature = Callable[[Asker, Api], Check | None]
 Count = Callable[[str], int]  # tokens of a text
 
@@ -321,7 +320,7 @@ def result_check(asker: Asker, api: Api) -> Check:
     """What a tool gave back, after its call."""
     turns = [*user_turn(TOOL_QUESTION), ChatTurn("call", ARGUMENTS), ChatTurn("result", RESULT)]
     text = talk(asker, api, turns, api.offer).text
-    right = any(fact in re.findall(r"\w+", text.lower()) for fact in FACTS)
+    right = FIGURE in _numbers(text)
     note = "" if right else f"{text[:60]!r} after {RESULT!r}"
     return Check(f"{api.name}: a tool's result is read", right, note=note)
 
